@@ -1,0 +1,54 @@
+"""Facts of the repository as a whole: generated pages are current, nothing machine-bound is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT_KEYS = {"name", "hardware", "versions", "command", "repetitions", "rows", "figures"}
+
+
+def tracked() -> list[Path]:
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=30)
+    return [ROOT / name for name in done.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_the_performance_page_is_generated_from_the_kept_results() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "performance.py"), "--check"],
+        capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_kept_result_names_hardware_versions_command_and_repetitions() -> None:
+    for path in (ROOT / "benchmarks" / "results").glob("*/*.json"):
+        data = json.loads(path.read_text())
+        assert data.keys() >= RESULT_KEYS, path
+        assert (ROOT / "benchmarks" / f"{Path(data['command'].split()[2]).stem}.py").exists(), path
+
+
+def test_packages_carry_typing_marker_readme_licence_and_tests() -> None:
+    for manifest in (ROOT / "packages").glob("*/pyproject.toml"):
+        project = tomllib.loads(manifest.read_text())["project"]
+        assert project["license"] == "Apache-2.0"
+        assert project["requires-python"].startswith(">=3.11")
+        assert list(manifest.parent.glob("src/*/py.typed"))
+        assert list(manifest.parent.glob("tests/**/test_*.py"))
+        assert len((manifest.parent / "README.md").read_text()) > 500
+
+
+def test_tracked_files_hold_no_machine_paths_and_no_large_binaries() -> None:
+    pattern = re.compile(r"(/work/|/root/|/tmp/lf|\.pyenv|/home/[a-z])")
+    for path in tracked():
+        assert path.stat().st_size < 2_000_000, path
+        if path.suffix in {".py", ".rs", ".md", ".toml", ".json", ".yml", ".yaml", ".sh", ".html"}:
+            if path == Path(__file__).resolve():
+                continue
+            found = pattern.search(path.read_text(errors="replace"))
+            assert found is None, f"{path}: {found and found.group()}"
