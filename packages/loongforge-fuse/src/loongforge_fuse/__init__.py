@@ -1,1 +1,30 @@
-"""LoongForge."""
+"""LoongForge fuse: micro-batch fusion, CUDA graphs, precision per module and Numba-CUDA kernels.
+
+Importing this package touches no GPU and starts nothing; public names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_EXPORTS = {
+    # micro-batch fusion, graphs, precision, resize, frozen features
+    "FusionConfig": "loongforge_fuse.fusion",
+    "MicroBatchFuser": "loongforge_fuse.fusion",
+    "PadRule": "loongforge_fuse.fusion",
+    "RefusalReason": "loongforge_fuse.fusion",
+    "WindowOutcome": "loongforge_fuse.fusion",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        message = f"module 'loongforge_fuse' has no attribute '{name}'; it exports {', '.join(__all__)}"
+        raise AttributeError(message)
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

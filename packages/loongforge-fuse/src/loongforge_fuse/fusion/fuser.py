@@ -1,0 +1,346 @@
+"""The fuser: G micro-batches of an accumulation window in one forward and one backward."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from loongforge_fuse.fusion.batch import JoinedBatch, JoinError, PadRule, join
+from loongforge_fuse.fusion.config import FusionConfig, check_divides
+from loongforge_fuse.fusion.execute import (
+    Backward,
+    EagerExecutor,
+    Executor,
+    ForwardOutOfMemoryError,
+    NoSampleLossesError,
+    StepResult,
+    Weighting,
+)
+from loongforge_fuse.fusion.reasons import RefusalReason
+from loongforge_fuse.fusion.refusal import Refusal, inspect_model
+from loongforge_fuse.fusion.trace import FusionTrace, GroupRecord
+from loongforge_fuse.protocol import Batch, batch_size, count_method, draw, unwrap
+
+Sync = Callable[[bool], AbstractContextManager[object]]
+"""Called with True for the window's last backward, False before: gradient synchronisation on or off."""
+
+Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""Element-wise maximum over all ranks of a short tuple of integers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOutcome:
+    """Result of one accumulation window.
+
+    Attributes:
+        micro_losses: Mean loss of every micro-batch, scalar tensors on the model's device, in window order.
+        micro_counts: Valid elements of every micro-batch, likewise.
+        loss: The window's loss: the scalar whose gradient is now in ``p.grad`` (before any loss scale).
+        fused: Whether every group ran as one pass.
+        reason: First refusal code met, None when all was fused.
+        detail: What exactly was found.
+        groups: Forward/backward passes run.
+        samples: Samples in the window.
+        factor: Micro-batches per fused pass that was aimed at.
+        graph: Whether every pass replayed a graph; None when no graph runner is attached.
+        graph_reason: First reason why not.
+        padded_share: Largest share of fill over the groups.
+        micro_gradients: With ``debug_gradients``: for each micro-batch, parameter name -> its own gradient.
+    """
+
+    micro_losses: list[Tensor]
+    micro_counts: list[Tensor]
+    loss: Tensor
+    fused: bool
+    reason: str | None
+    detail: str | None
+    groups: int
+    samples: int
+    factor: int
+    graph: bool | None
+    graph_reason: str | None
+    padded_share: float
+    micro_gradients: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """One group of a planned window: joined, or left apart with the reason."""
+
+    first: int
+    batches: Sequence[Batch]
+    joined: JoinedBatch | None
+    refusal: Refusal | None
+
+    @property
+    def layout(self) -> str:
+        if self.joined is None:
+            return "separate"
+        return "pad" if self.joined.padded_share else "concat"
+
+
+class MicroBatchFuser:
+    """Runs accumulation windows, fused where that is allowed and gives the same result.
+
+    Args:
+        model: Module that follows :mod:`loongforge_fuse.protocol`.
+        config: Settings.
+        executor: Runs one pass; a :class:`~loongforge_fuse.graphs.runner.GraphRunner` replays graphs. Default
+            plain eager execution.
+        agree: Element-wise maximum over ranks, for example an all-reduce. Called exactly once per window on
+            every rank, so that all of them take the same decision. Default: this rank alone.
+        generator: Handed to the model's ``draw``. Default None, the default generator.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: FusionConfig | None = None,
+        *,
+        executor: Executor | None = None,
+        agree: Agree | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.config = config or FusionConfig()
+        self.model = model
+        self.trace = FusionTrace(self.config.trace_length)
+        self._executor = executor
+        self._eager = EagerExecutor(model=model)
+        self._agree = agree
+        self._generator = generator
+        self._windows = 0
+        self._steps = self.config.accumulation_steps
+        self._lasting: Refusal | None = None
+
+    def run(
+        self,
+        window: Sequence[Batch],
+        *,
+        backward: Backward | None = None,
+        divisor: float | None = None,
+        sync: Sync | None = None,
+        drawn: bool = False,
+    ) -> WindowOutcome:
+        """Run forward and backward of all micro-batches of one window; gradients accumulate in ``p.grad``.
+
+        Args:
+            window: The micro-batches. A window shorter than the accumulation steps (the last of an epoch) is
+                normalised by its own size.
+            backward: Replaces ``loss.backward()``, for example ``lambda loss:
+                scaler.scale(loss).backward()``.
+            divisor: Replaces the number of valid elements (or of micro-batches with ``mean_of_means``).
+                Across ranks whose gradients are averaged, pass the global number divided by the number of
+                ranks.
+            sync: Context for each backward, told whether it is the window's last.
+            drawn: The micro-batches already hold the model's random draws; otherwise ``model.draw`` is
+                called for each of them here, in window order. Default False.
+
+        Returns:
+            Losses per micro-batch and how they were computed. Nothing on it has waited for the device.
+
+        Raises:
+            ValueError: Empty window; ``fusion_batch_size`` does not divide the accumulation steps;
+                ``divisor`` not positive; or the valid elements must be known before the first backward and
+                are not.
+        """
+        factor = self._check(window, divisor)
+        if not drawn:
+            window = [draw(self.model, batch, self._generator) for batch in window]
+        groups = self._plan(window, factor)
+        weigh = self._weigher(window, groups, divisor)
+        results: list[StepResult] = []
+        refusal: Refusal | None = None
+        for group in groups:
+            started = time.perf_counter_ns()
+            done, refused = self._run_group(
+                group, weigh, backward, sync or _no_sync, last_group=group is groups[-1]
+            )
+            refusal = refusal or refused
+            self._record(group, done, refused, started)
+            results.extend(done)
+        self._windows += 1
+        return self._outcome(window, results, refusal, factor, groups)
+
+    def _check(self, window: Sequence[Batch], divisor: float | None) -> int:
+        """Check the arguments and return the fusion factor."""
+        if not window:
+            message = "the window holds no micro-batch; call run() with at least one"
+            raise ValueError(message)
+        if divisor is not None and not divisor > 0:
+            message = f"divisor is {divisor}, it must be positive"
+            raise ValueError(message)
+        if self._steps is None:
+            self._steps = len(window)
+            if isinstance(self.config.fusion_batch_size, int):
+                check_divides(self.config.fusion_batch_size, self._steps)
+        if len(window) > self._steps:
+            message = (
+                f"the window holds {len(window)} micro-batches, more than the {self._steps} accumulation "
+                "steps; make a new fuser when the accumulation changes"
+            )
+            raise ValueError(message)
+        size = self.config.fusion_batch_size
+        return size if isinstance(size, int) else self._steps
+
+    def _plan(self, window: Sequence[Batch], factor: int) -> list[_Group]:
+        """Split the window into groups and join each one that may be fused."""
+        groups: list[_Group] = []
+        for first in range(0, len(window), factor):
+            batches = window[first : first + factor]
+            joined, refusal = self._try_join(batches, factor)
+            groups.append(_Group(first=first, batches=batches, joined=joined, refusal=refusal))
+        if self._agree is None:
+            return groups
+        wishes = tuple(int(group.joined is None and len(group.batches) > 1) for group in groups)
+        agreed = self._agree(wishes)
+        return [
+            replace(group, joined=None, refusal=_OTHER_RANK)
+            if separate and group.joined is not None
+            else group
+            for group, separate in zip(groups, agreed, strict=True)
+        ]
+
+    def _try_join(self, batches: Sequence[Batch], factor: int) -> tuple[JoinedBatch | None, Refusal | None]:
+        """Return the joined group, or why it stays apart."""
+        if factor == 1:
+            return None, Refusal(reason=RefusalReason.OFF, detail="fusion_batch_size is 1")
+        if len(batches) == 1:
+            return None, Refusal(
+                reason=RefusalReason.ONE_MICRO_BATCH, detail="the group holds one micro-batch"
+            )
+        refusal = self._lasting or inspect_model(self.model, hooks=self.config.hooks)
+        if refusal is not None:
+            return None, refusal
+        try:
+            joined = join(batches, pad_rules=self._pad_rules(), shared_keys=self.config.shared_keys)
+        except JoinError as error:
+            return None, Refusal(reason=error.reason, detail=error.detail)
+        return joined, None
+
+    def _pad_rules(self) -> dict[str, PadRule]:
+        """Return the model's pad rules, overridden by the configuration's."""
+        own = getattr(unwrap(self.model), "pad_rules", None)
+        return {**(own if isinstance(own, dict) else {}), **self.config.pad_rules}
+
+    def _weigher(
+        self, window: Sequence[Batch], groups: Sequence[_Group], divisor: float | None
+    ) -> Callable[[tuple[int, ...]], Weighting]:
+        """Return the function that gives each pass, by its micro-batch sizes, its weighting."""
+        if self.config.normalize == "mean_of_means":
+            factor = 1.0 / (divisor if divisor is not None else len(window))
+            return lambda sizes: Weighting(kind="own_means", sizes=sizes, factor=factor)
+        if divisor is not None:
+            weights = torch.full((1,), 1.0 / divisor, device=_device(self.model))
+            return lambda sizes: Weighting(kind="given", sizes=sizes, weights=weights)
+        if len(groups) == 1 and (groups[0].joined is not None or len(window) == 1):
+            return lambda sizes: Weighting(kind="own_count", sizes=sizes)
+        counter = count_method(self.model)
+        if counter is not None:
+            total = torch.stack([counter(batch).detach().float().sum() for batch in window]).sum()
+            known = total.clamp(min=1.0).reciprocal().reshape(1)
+            return lambda sizes: Weighting(kind="given", sizes=sizes, weights=known)
+        samples = sum(batch_size(batch) for batch in window)
+        even = torch.full((1,), 1.0 / samples, device=_device(self.model))
+        return lambda sizes: Weighting(kind="given", sizes=sizes, weights=even, samples_only=True)
+
+    def _run_group(
+        self,
+        group: _Group,
+        weigh: Callable[[tuple[int, ...]], Weighting],
+        backward: Backward | None,
+        sync: Sync,
+        *,
+        last_group: bool,
+    ) -> tuple[list[StepResult], Refusal | None]:
+        """Run one group: fused, or its micro-batches one by one. Return one result per pass."""
+        refusal = group.refusal
+        if group.joined is not None:
+            try:
+                with sync(last_group):
+                    return [self._execute(group.joined.batch, weigh(group.joined.sizes), backward)], None
+            except NoSampleLossesError as error:
+                refusal = self._lasting = Refusal(reason=RefusalReason.NO_SAMPLE_LOSSES, detail=str(error))
+            except ForwardOutOfMemoryError as error:
+                refusal = Refusal(reason=RefusalReason.MEMORY_CAUGHT, detail=str(error))
+        done = []
+        for index, batch in enumerate(group.batches):
+            with sync(last_group and index == len(group.batches) - 1):
+                done.append(self._execute(batch, weigh((batch_size(batch),)), backward))
+        return done, refusal
+
+    def _execute(self, batch: Batch, weighting: Weighting, backward: Backward | None) -> StepResult:
+        return (self._executor or self._eager).execute(batch, weighting, backward=backward)
+
+    def _record(
+        self, group: _Group, done: Sequence[StepResult], refused: Refusal | None, started: int
+    ) -> None:
+        """Write the group into the trace."""
+        fused = len(done) == 1 and len(group.batches) > 1
+        graph_reasons = [r.reason for r in done if r.reason is not None]
+        self.trace.add(
+            GroupRecord(
+                window=self._windows,
+                first=group.first,
+                sizes=tuple(batch_size(batch) for batch in group.batches),
+                fused=fused,
+                layout=group.layout if fused else "separate",
+                reason=None if fused or refused is None else str(refused.reason),
+                detail=None if fused or refused is None else refused.detail,
+                padded_share=group.joined.padded_share if fused and group.joined else 0.0,
+                start_ns=started,
+                end_ns=time.perf_counter_ns(),
+                graph=all(r.graph for r in done),
+                graph_reason=graph_reasons[0] if graph_reasons else None,
+                losses=torch.cat([_means(r) for r in done]),
+            )
+        )
+
+    def _outcome(
+        self,
+        window: Sequence[Batch],
+        results: Sequence[StepResult],
+        refusal: Refusal | None,
+        factor: int,
+        groups: Sequence[_Group],
+    ) -> WindowOutcome:
+        """Gather what the passes left."""
+        reasons = [r.reason for r in results if r.reason is not None]
+        return WindowOutcome(
+            micro_losses=list(torch.cat([_means(r) for r in results]).unbind()),
+            micro_counts=list(torch.cat([r.counts for r in results]).unbind()),
+            loss=torch.stack([r.total for r in results]).sum(),
+            fused=len(results) == len(groups) and refusal is None,
+            reason=None if refusal is None else str(refusal.reason),
+            detail=None if refusal is None else refusal.detail,
+            groups=len(results),
+            samples=sum(batch_size(batch) for batch in window),
+            factor=factor,
+            graph=all(r.graph for r in results) if self._executor is not None else None,
+            graph_reason=reasons[0] if reasons else None,
+            padded_share=max((g.joined.padded_share for g in groups if g.joined is not None), default=0.0),
+        )
+
+
+_OTHER_RANK = Refusal(reason=RefusalReason.OTHER_RANK, detail="another rank cannot fuse this group")
+
+
+@contextlib.contextmanager
+def _no_sync(last: bool) -> Iterator[None]:  # noqa: FBT001 - the signature of Sync
+    """Gradients are not synchronised by anybody."""
+    del last
+    yield
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter, the CPU for a model without any."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _means(result: StepResult) -> Tensor:
+    return result.sums / result.counts.clamp(min=1.0)
