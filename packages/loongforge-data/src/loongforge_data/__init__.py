@@ -1,1 +1,36 @@
-"""LoongForge."""
+"""LoongForge data: the exact, fast loader for robot video.
+
+Names are imported when they are first used, so that ``import loongforge_data`` stays cheap and needs
+neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loongforge_data.collate import DynamicPadCollator, default_collate
+    from loongforge_data.errors import DataError
+    from loongforge_data.loader import ADFEDataLoader
+
+__all__ = ["ADFEDataLoader", "DataError", "DynamicPadCollator", "default_collate"]
+
+_HOME = {
+    "ADFEDataLoader": "loader",
+    "DataError": "errors",
+    "DynamicPadCollator": "collate",
+    "default_collate": "collate",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
