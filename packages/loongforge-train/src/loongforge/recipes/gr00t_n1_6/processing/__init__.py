@@ -1,0 +1,1 @@
+"""From robot samples to model batches: images, text, states and actions."""

@@ -1,0 +1,193 @@
+"""The GR00T N1.6 family of recipes: one builder, many configuration files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+from torch import nn
+
+from loongforge.errors import ConfigError
+from loongforge.recipes.base import Collate, SampleSource, decay_groups
+from loongforge.recipes.gr00t_n1_6.collate import GrootCollate, view_plans
+from loongforge.recipes.gr00t_n1_6.config import GrootConfig
+from loongforge.recipes.gr00t_n1_6.initialise import build_on_meta, materialise, random_fill
+from loongforge.recipes.gr00t_n1_6.model import GrootModel
+from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
+    Embodiment,
+    EmbodimentConfig,
+    Features,
+    ModalityLike,
+    resolve_embodiment,
+)
+from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions
+from loongforge.recipes.gr00t_n1_6.processing.normalise import StateActionProcessor, Statistics
+from loongforge.recipes.gr00t_n1_6.processing.text import (
+    ByteTokenizer,
+    FolderTokenizer,
+    PromptBuilder,
+    PromptTokenizer,
+)
+from loongforge.recipes.settings import updated
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The names that the public recipe leaves without weight decay, besides the parameters of nn.LayerNorm.
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|layer_norm|vlln")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrootOptions:
+    """Options of a GR00T N1.6 recipe.
+
+    Attributes:
+        config: Sizes, trainable parts and work switches of the model.
+        image: Image pipeline.
+        embodiment: The robot.
+        tokenizer: ``bytes`` for the stand-in of the tiny recipe, else a folder with tokenizer files.
+        checkpoint: Folder in the published layout to start from; None draws random weights.
+        pad_to: Fixed number of tokens a row; None rounds the longest row of a batch up to ``pad_multiple``.
+        pad_multiple: Rounding of the row length, tokens.
+        frozen_dtype: Storage of parameters that do not train; trainable ones are float32.
+        formalise_language: Lower-case the instruction and drop punctuation.
+        augment: Augment images in training.
+    """
+
+    config: GrootConfig = field(default_factory=GrootConfig)
+    image: ImageOptions = field(default_factory=ImageOptions)
+    embodiment: EmbodimentConfig = field(default_factory=EmbodimentConfig)
+    tokenizer: str = "bytes"
+    checkpoint: str | None = None
+    pad_to: int | None = None
+    pad_multiple: int = 8
+    frozen_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    formalise_language: bool = True
+
+
+class GrootRecipe:
+    """Builds model, data set and collate function from :class:`GrootOptions`."""
+
+    def __init__(
+        self,
+        name: str,
+        default_options: GrootOptions,
+        *,
+        description: str = "",
+        training: Mapping[str, object] | None = None,
+    ) -> None:
+        self.name = name
+        self.default_options = default_options
+        self.description = description
+        self.training = dict(training or {})
+
+    def options(self, overrides: Mapping[str, object] | None = None) -> GrootOptions:
+        """Return the default options with ``overrides`` (nested tables or dotted names)."""
+        return updated(self.default_options, overrides or {})
+
+    # ---- model -------------------------------------------------------------------------------------------
+    def build_model(self, options: GrootOptions, seed: int, *, device: str = "cpu") -> GrootModel:
+        """Build the model on ``device``, tensor by tensor, so that no second copy ever exists."""
+        model = build_on_meta(options.config)
+        model.image_options = options.image
+        fill = random_fill(seed, options.config)
+        materialise(model, device, frozen_dtype=_DTYPES[options.frozen_dtype], fill=fill)
+        return model.train()
+
+    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+        """Return the groups of the public recipe: biases and norms are not decayed, category ``b`` is."""
+        return decay_groups(model.named_parameters(), weight_decay, decays)
+
+    # ---- data --------------------------------------------------------------------------------------------
+    def build_dataset(
+        self, root: str, options: GrootOptions, *, episodes: Sequence[int] | None = None
+    ) -> SampleSource:
+        """Open a LeRobot data set with action windows and images decoded at the pipeline's size."""
+        from loongforge_data.dataset import open_dataset
+
+        probe = open_dataset(root)
+        robot = self.embodiment(probe, options)
+        sizes = {plan.decoded for plan in view_plans(robot, _features(probe), options.image)}
+        window = {column: range(robot.action_steps) for column in robot.action_columns}
+        return cast(
+            SampleSource,
+            open_dataset(
+                root,
+                window=window,
+                episodes=episodes,
+                cameras=list(robot.views),
+                # One size for all cameras while decoding; cameras of other ratios are resized when batched.
+                image_size=sizes.pop() if len(sizes) == 1 else None,
+            ),
+        )
+
+    def embodiment(self, dataset: object, options: GrootOptions) -> Embodiment:
+        """Match the configured robot with a data set."""
+        modality = cast(ModalityLike | None, getattr(dataset, "modality", None))
+        return resolve_embodiment(
+            options.embodiment,
+            _features(dataset),
+            modality,
+            slots=options.config.head.max_embodiments,
+        )
+
+    def build_collate(self, dataset: SampleSource, model: nn.Module, options: GrootOptions) -> Collate:
+        """Return the function from samples to a model batch on the host."""
+        robot = self.embodiment(dataset, options)
+        statistics = getattr(dataset, "stats", None)
+        if not isinstance(statistics, Mapping):
+            msg = "the data set has no statistics; run `loongforge-data validate` or recompute them"
+            raise ConfigError(msg)
+        return GrootCollate(
+            embodiment=robot,
+            plans=view_plans(robot, _features(dataset), options.image),
+            prompts=PromptBuilder(self.tokenizer(options), formalise_language=options.formalise_language),
+            vectors=self.vectors(robot, statistics, options),
+            image_options=options.image,
+            pad_to=options.pad_to,
+            multiple=options.pad_multiple,
+        )
+
+    def vectors(
+        self, robot: Embodiment, statistics: Statistics, options: GrootOptions
+    ) -> StateActionProcessor:
+        """Return the normaliser of states and actions."""
+        head = options.config.head
+        return StateActionProcessor(
+            robot,
+            statistics,
+            max_state_dim=head.max_state_dim,
+            max_action_dim=head.max_action_dim,
+            action_horizon=head.action_horizon,
+        )
+
+    def tokenizer(self, options: GrootOptions) -> PromptTokenizer:
+        """Return the tokenizer, checked against the model's image token and vocabulary."""
+        language = options.config.language
+        if options.tokenizer != "bytes":
+            return FolderTokenizer(options.tokenizer, image_token_id=language.image_token_id)
+        stand_in = ByteTokenizer()
+        if language.vocab_size < stand_in.vocab_size:
+            msg = (
+                f"the byte tokenizer needs a vocabulary of {stand_in.vocab_size}, the model has "
+                f"{language.vocab_size}"
+            )
+            raise ConfigError(msg)
+        return stand_in
+
+
+def decays(name: str) -> bool:
+    """Tell whether the public recipe decays the parameter ``name``."""
+    return _NO_DECAY.search(name.lower()) is None
+
+
+def _features(dataset: object) -> Features:
+    features = getattr(dataset, "features", None)
+    if not isinstance(features, Mapping):
+        msg = (
+            f"{type(dataset).__name__} has no 'features'; this recipe needs a robot data set as "
+            "loongforge_data.open_dataset returns it"
+        )
+        raise ConfigError(msg)
+    return cast(Features, features)
