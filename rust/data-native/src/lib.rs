@@ -1,4 +1,10 @@
 //! Python binding of the ring core.
+
+#![deny(unsafe_op_in_unsafe_fn)]
+
+mod errors;
+mod pixel;
+
 use pyo3::prelude::*;
 
 /// Native part of `loongforge_data`.
@@ -7,4 +13,7 @@ mod _core {
     /// Version of the native part.
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    use super::pixel::{FrameConverter, vector_kernels};
 }

@@ -1,0 +1,20 @@
+//! The one place where errors of the core become Python exceptions.
+
+use loongforge_ring::Error;
+use pyo3::PyErr;
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyTimeoutError, PyValueError};
+
+/// Maps an error of the core to the Python exception of its kind.
+pub fn to_python(error: Error) -> PyErr {
+    match error {
+        Error::Argument { .. } | Error::Plane { .. } | Error::Layout { .. } => {
+            PyValueError::new_err(error.to_string())
+        }
+        Error::Timeout(_) => PyTimeoutError::new_err(error.to_string()),
+        Error::State { .. } => PyRuntimeError::new_err(error.to_string()),
+        Error::System { source, .. } => match source.raw_os_error() {
+            Some(code) => PyOSError::new_err((code, source.to_string())),
+            None => PyOSError::new_err(source.to_string()),
+        },
+    }
+}

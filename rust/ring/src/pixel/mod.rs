@@ -1,0 +1,470 @@
+//! From the planes of a decoded picture to interleaved 8-bit RGB: crop, resize, colour matrix and rotation at once.
+//!
+//! Definition of the result (computed in float64 by the tests):
+//! * without a change of size, chroma samples are replicated;
+//! * with a change of size, each plane is resampled straight to the output grid by the filter of [`filter`], chroma
+//!   samples counting as centred on the luma samples they cover;
+//! * then the colour matrix is applied, clamped to 0..255 and rounded.
+
+pub mod colour;
+pub mod filter;
+pub mod line;
+pub mod scalar;
+
+#[cfg(target_arch = "x86_64")]
+pub mod avx2;
+
+use crate::error::{Error, Result, argument};
+use colour::{Coefficients, Matrix, SAMPLE_BITS};
+use filter::Filter;
+use line::Rows;
+
+/// Largest width or height that is accepted.
+pub const MAX_SIDE: usize = 1 << 15;
+const SLACK: usize = 32;
+
+/// How samples are arranged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// Picture width in pixels.
+    pub width: usize,
+    /// Picture height in pixels.
+    pub height: usize,
+    /// Bits per sample, 8 to 16.
+    pub depth: u32,
+    /// Log2 of luma columns per chroma sample; 0 or 1.
+    pub shift_x: u32,
+    /// Log2 of luma rows per chroma sample; 0 or 1.
+    pub shift_y: u32,
+    /// False for pictures without chroma.
+    pub has_chroma: bool,
+}
+
+/// A decoded picture.
+#[derive(Debug, Clone, Copy)]
+pub struct Picture<'a> {
+    layout: Layout,
+    planes: [Option<Rows<'a>>; 3],
+}
+
+impl<'a> Picture<'a> {
+    /// Checks planes `(bytes, stride)` against the layout: one plane without chroma, else three.
+    pub fn new(layout: Layout, planes: &[(&'a [u8], usize)]) -> Result<Self> {
+        let allowed = format!("1 to {MAX_SIDE}");
+        for (name, side) in [("width", layout.width), ("height", layout.height)] {
+            if side == 0 || side > MAX_SIDE {
+                return Err(argument(name, side, allowed));
+            }
+        }
+        if !(8..=16).contains(&layout.depth) {
+            return Err(argument("depth", layout.depth, "8 to 16 bits"));
+        }
+        if layout.shift_x > 1 || layout.shift_y > 1 {
+            return Err(argument(
+                "chroma shift",
+                format!("{} x {}", layout.shift_x, layout.shift_y),
+                "0 or 1",
+            ));
+        }
+        let wanted = if layout.has_chroma { 3 } else { 1 };
+        if planes.len() != wanted {
+            return Err(argument(
+                "number of planes",
+                planes.len(),
+                wanted.to_string(),
+            ));
+        }
+        let mut rows = [None; 3];
+        for (plane, (data, stride)) in planes.iter().enumerate() {
+            let (width, height) = if plane == 0 {
+                (layout.width, layout.height)
+            } else {
+                (
+                    layout.width.div_ceil(1 << layout.shift_x),
+                    layout.height.div_ceil(1 << layout.shift_y),
+                )
+            };
+            let found = Rows::new(data, *stride, width, height, layout.depth);
+            rows[plane] = Some(found.ok_or(Error::Plane {
+                plane,
+                actual: data.len(),
+                width,
+                height,
+                stride: *stride,
+            })?);
+        }
+        Ok(Self {
+            layout,
+            planes: rows,
+        })
+    }
+}
+
+/// Part of the picture to take, in pixels of the displayed (rotated) picture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Crop {
+    /// First row.
+    pub top: usize,
+    /// First column.
+    pub left: usize,
+    /// Rows.
+    pub height: usize,
+    /// Columns.
+    pub width: usize,
+}
+
+/// Quarter turns, counter-clockwise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rotation {
+    /// As stored.
+    None,
+    /// 90 degrees.
+    Quarter,
+    /// 180 degrees.
+    Half,
+    /// 270 degrees.
+    ThreeQuarter,
+}
+
+impl Rotation {
+    /// From degrees counter-clockwise; multiples of 90.
+    pub fn from_degrees(degrees: i32) -> Result<Self> {
+        match degrees.rem_euclid(360) {
+            0 => Ok(Self::None),
+            90 => Ok(Self::Quarter),
+            180 => Ok(Self::Half),
+            270 => Ok(Self::ThreeQuarter),
+            _ => Err(argument("rotation", degrees, "a multiple of 90 degrees")),
+        }
+    }
+
+    fn swaps(self) -> bool {
+        matches!(self, Self::Quarter | Self::ThreeQuarter)
+    }
+}
+
+/// Which kernels to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernels {
+    /// The fastest that this processor has.
+    Auto,
+    /// Portable code.
+    Scalar,
+}
+
+/// Colour tags of a video.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Colour {
+    /// Matrix.
+    pub matrix: Matrix,
+    /// True for 0..255, false for 16..235.
+    pub full_range: bool,
+}
+
+/// Everything about one kind of conversion that does not depend on the pixels; made once, used for many pictures.
+#[derive(Debug, Clone)]
+pub struct Converter {
+    layout: Layout,
+    coefficients: Coefficients,
+    rotation: Rotation,
+    /// Crop in stored (unrotated) pixels.
+    crop: Crop,
+    /// Output size before rotation: height, width.
+    size: (usize, usize),
+    filters: Option<[Filter; 4]>,
+    vector: bool,
+}
+
+/// Lines in use while converting; reuse saves the allocation.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    column: Vec<i16>,
+    y: Vec<i16>,
+    u: Vec<i16>,
+    v: Vec<i16>,
+    turned: Vec<u8>,
+}
+
+impl Converter {
+    /// Prepares a conversion to `size` = (height, width) of the displayed picture.
+    pub fn new(
+        layout: Layout,
+        colour: Colour,
+        rotation: Rotation,
+        crop: Option<Crop>,
+        size: Option<(usize, usize)>,
+        kernels: Kernels,
+    ) -> Result<Self> {
+        let (shown_h, shown_w) = if rotation.swaps() {
+            (layout.width, layout.height)
+        } else {
+            (layout.height, layout.width)
+        };
+        let crop = crop.unwrap_or(Crop {
+            top: 0,
+            left: 0,
+            height: shown_h,
+            width: shown_w,
+        });
+        let fits = |first: usize, length: usize, limit: usize| {
+            length > 0 && first.checked_add(length).is_some_and(|end| end <= limit)
+        };
+        if !fits(crop.top, crop.height, shown_h) || !fits(crop.left, crop.width, shown_w) {
+            return Err(argument(
+                "crop",
+                format!(
+                    "{} rows from {} and {} columns from {}",
+                    crop.height, crop.top, crop.width, crop.left
+                ),
+                format!("a part of the displayed {shown_h} x {shown_w} picture"),
+            ));
+        }
+        let (out_h, out_w) = size.unwrap_or((crop.height, crop.width));
+        if out_h == 0 || out_w == 0 || out_h > MAX_SIDE || out_w > MAX_SIDE {
+            return Err(argument(
+                "size",
+                format!("{out_h} x {out_w}"),
+                format!("1 to {MAX_SIDE} pixels a side"),
+            ));
+        }
+        let stored = unrotate(crop, rotation, shown_h, shown_w);
+        let size = if rotation.swaps() {
+            (out_w, out_h)
+        } else {
+            (out_h, out_w)
+        };
+        let resized = size != (stored.height, stored.width);
+        // Grey pictures have no limited range in practice: FFmpeg's scaler treats them as full range too.
+        let full = colour.full_range || !layout.has_chroma;
+        Ok(Self {
+            layout,
+            coefficients: Coefficients::new(colour.matrix, full, layout.depth),
+            rotation,
+            crop: stored,
+            size,
+            filters: resized.then(|| filters(layout, stored, size)),
+            vector: kernels == Kernels::Auto && vector_available() && layout.depth <= SAMPLE_BITS,
+        })
+    }
+
+    /// Layout of the pictures this conversion was made for.
+    #[must_use]
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Output size of the displayed picture: height, width.
+    #[must_use]
+    pub fn output_size(&self) -> (usize, usize) {
+        if self.rotation.swaps() {
+            (self.size.1, self.size.0)
+        } else {
+            self.size
+        }
+    }
+
+    /// Bytes of an output picture.
+    #[must_use]
+    pub fn output_bytes(&self) -> usize {
+        self.size.0 * self.size.1 * 3
+    }
+
+    /// Converts one picture into `out`, rows of RGB without gaps.
+    pub fn run(&self, picture: &Picture<'_>, out: &mut [u8], scratch: &mut Scratch) -> Result<()> {
+        if picture.layout != self.layout {
+            return Err(argument(
+                "picture",
+                format!("{:?}", picture.layout),
+                format!("{:?}, which this conversion was made for", self.layout),
+            ));
+        }
+        if out.len() != self.output_bytes() {
+            return Err(argument(
+                "output",
+                format!("{} bytes", out.len()),
+                self.output_bytes().to_string(),
+            ));
+        }
+        if self.rotation == Rotation::None {
+            self.upright(picture, out, scratch);
+        } else {
+            let mut turned = std::mem::take(&mut scratch.turned);
+            turned.resize(self.output_bytes(), 0);
+            self.upright(picture, &mut turned, scratch);
+            rotate(&turned, self.size, self.rotation, out);
+            scratch.turned = turned;
+        }
+        Ok(())
+    }
+
+    fn upright(&self, picture: &Picture<'_>, out: &mut [u8], scratch: &mut Scratch) {
+        let (_, width) = self.size;
+        let grey = 1_i16 << (SAMPLE_BITS - 1);
+        for line in [&mut scratch.y, &mut scratch.u, &mut scratch.v] {
+            line.resize(width + SLACK, grey);
+        }
+        if !self.layout.has_chroma {
+            scratch.u.fill(grey);
+            scratch.v.fill(grey);
+        }
+        let taps = self
+            .filters
+            .as_ref()
+            .map_or(0, |f| f[1].taps.max(f[3].taps));
+        scratch.column.resize(self.layout.width + SLACK + taps, 0);
+        for (y, row) in out.chunks_exact_mut(width * 3).enumerate() {
+            match &self.filters {
+                None => self.copy_row(picture, y, scratch),
+                Some(filters) => self.resample_row(picture, filters, y, scratch),
+            }
+            self.colour_row(scratch, row);
+        }
+    }
+
+    fn copy_row(&self, picture: &Picture<'_>, y: usize, s: &mut Scratch) {
+        let (row, left, width) = (self.crop.top + y, self.crop.left, self.crop.width);
+        let (sx, sy) = (self.layout.shift_x, self.layout.shift_y);
+        if let Some(luma) = &picture.planes[0] {
+            luma.expand(row, left, 0, &mut s.y[..width]);
+        }
+        let fresh = y == 0 || sy == 0 || row % 2 == 0;
+        if let (true, Some(u), Some(v)) = (fresh, &picture.planes[1], &picture.planes[2]) {
+            u.expand(row >> sy, left, sx, &mut s.u[..width]);
+            v.expand(row >> sy, left, sx, &mut s.v[..width]);
+        }
+    }
+
+    fn resample_row(
+        &self,
+        picture: &Picture<'_>,
+        filters: &[Filter; 4],
+        y: usize,
+        s: &mut Scratch,
+    ) {
+        let [rows_y, cols_y, rows_c, cols_c] = filters;
+        let width = self.size.1;
+        if let Some(luma) = &picture.planes[0] {
+            self.resample(luma, rows_y, cols_y, y, &mut s.column, &mut s.y[..width]);
+        }
+        if let (Some(u), Some(v)) = (&picture.planes[1], &picture.planes[2]) {
+            self.resample(u, rows_c, cols_c, y, &mut s.column, &mut s.u[..width]);
+            self.resample(v, rows_c, cols_c, y, &mut s.column, &mut s.v[..width]);
+        }
+    }
+
+    fn resample(
+        &self,
+        plane: &Rows<'_>,
+        rows: &Filter,
+        columns: &Filter,
+        y: usize,
+        column: &mut [i16],
+        out: &mut [i16],
+    ) {
+        let first = rows.starts[y];
+        let weights = rows.row(y);
+        let weights = &weights[..weights.len().min(plane.height - first)];
+        let from = columns.starts.first().copied().unwrap_or(0);
+        let to = columns
+            .starts
+            .last()
+            .map_or(0, |s| s + columns.used)
+            .min(plane.width);
+        #[cfg(target_arch = "x86_64")]
+        if self.vector {
+            // SAFETY: `vector` is set only where AVX2 was detected.
+            unsafe {
+                avx2::vertical(plane, first, weights, from, to, column);
+                avx2::horizontal(column, columns, out);
+            }
+            return;
+        }
+        scalar::vertical(plane, first, weights, from, to, column);
+        scalar::horizontal(column, columns, out);
+    }
+
+    fn colour_row(&self, s: &Scratch, row: &mut [u8]) {
+        #[cfg(target_arch = "x86_64")]
+        if self.vector {
+            // SAFETY: `vector` is set only where AVX2 was detected.
+            unsafe { avx2::colour(&s.y, &s.u, &s.v, &self.coefficients, row) };
+            return;
+        }
+        scalar::colour(&s.y, &s.u, &s.v, &self.coefficients, row);
+    }
+}
+
+/// True when the vector kernels can run here.
+#[must_use]
+pub fn vector_available() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        std::arch::is_x86_feature_detected!("avx2")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        false
+    }
+}
+
+fn filters(layout: Layout, crop: Crop, size: (usize, usize)) -> [Filter; 4] {
+    let axis = |first: usize, length: usize, limit: usize, shift: u32, outputs: usize| {
+        let unit = f64::from(1_u32 << shift);
+        Filter::new(
+            first as f64 / unit,
+            length as f64 / unit,
+            limit.div_ceil(1 << shift),
+            outputs,
+        )
+    };
+    let (h, w) = size;
+    [
+        axis(crop.top, crop.height, layout.height, 0, h),
+        axis(crop.left, crop.width, layout.width, 0, w),
+        axis(crop.top, crop.height, layout.height, layout.shift_y, h),
+        axis(crop.left, crop.width, layout.width, layout.shift_x, w),
+    ]
+}
+
+/// Maps a crop of the displayed picture to the stored one.
+fn unrotate(crop: Crop, rotation: Rotation, shown_h: usize, shown_w: usize) -> Crop {
+    let bottom = shown_h - crop.top - crop.height;
+    let right = shown_w - crop.left - crop.width;
+    match rotation {
+        Rotation::None => crop,
+        Rotation::Half => Crop {
+            top: bottom,
+            left: right,
+            ..crop
+        },
+        Rotation::Quarter => Crop {
+            top: crop.left,
+            left: bottom,
+            height: crop.width,
+            width: crop.height,
+        },
+        Rotation::ThreeQuarter => Crop {
+            top: right,
+            left: crop.top,
+            height: crop.width,
+            width: crop.height,
+        },
+    }
+}
+
+/// Turns a picture of `size` = (height, width) counter-clockwise.
+fn rotate(source: &[u8], size: (usize, usize), rotation: Rotation, out: &mut [u8]) {
+    let (height, width) = size;
+    let out_width = if rotation.swaps() { height } else { width };
+    for (index, pixel) in out.chunks_exact_mut(3).enumerate() {
+        let (y, x) = (index / out_width, index % out_width);
+        let (sy, sx) = match rotation {
+            Rotation::None => (y, x),
+            Rotation::Half => (height - 1 - y, width - 1 - x),
+            Rotation::Quarter => (x, width - 1 - y),
+            Rotation::ThreeQuarter => (height - 1 - x, y),
+        };
+        let at = (sy * width + sx) * 3;
+        pixel.copy_from_slice(&source[at..at + 3]);
+    }
+}
