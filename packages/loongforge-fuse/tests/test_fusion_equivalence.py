@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from loongforge_fuse import FusionConfig, MicroBatchFuser
 from loongforge_fuse.testing import TinyVLA, tiny_batch
 
@@ -13,10 +12,9 @@ def gradients(model):
 
 def reference(model, window, *, normalize):
     """Plain accumulation in float64, written without the package: the oracle."""
-    total, counts = 0.0, []
-    for batch in window:
-        counts.append(model.loss_count(batch).sum())
-    for batch, count in zip(window, counts):
+    total = 0.0
+    counts = [model.loss_count(batch).sum() for batch in window]
+    for batch, count in zip(window, counts, strict=True):
         out = model(batch)
         if normalize == "elements":
             loss = out["loss_sum"].sum() / torch.stack(counts).sum()

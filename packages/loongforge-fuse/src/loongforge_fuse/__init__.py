@@ -14,6 +14,12 @@ _EXPORTS = {
     "PadRule": "loongforge_fuse.fusion",
     "RefusalReason": "loongforge_fuse.fusion",
     "WindowOutcome": "loongforge_fuse.fusion",
+    "BucketPlan": "loongforge_fuse.graphs",
+    "GraphConfig": "loongforge_fuse.graphs",
+    "GraphReason": "loongforge_fuse.graphs",
+    "GraphRunner": "loongforge_fuse.graphs",
+    "ShapeHistogram": "loongforge_fuse.graphs",
+    "compile_regions": "loongforge_fuse.graphs",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -38,7 +38,7 @@ class TinyVLA(nn.Module):
         self.patch = nn.Conv2d(3, width, kernel_size=4, stride=4)
         self.frozen = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
         for parameter in [*self.patch.parameters(), *self.frozen.parameters()]:
-            parameter.requires_grad_(requires_grad=False)
+            parameter.requires_grad_(False)
         self.query = nn.Linear(action_dim + 1, width)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width)

@@ -54,6 +54,9 @@ class StepResult:
         total: Scalar that was differentiated (before any loss scale).
         graph: Whether a graph was replayed.
         reason: Why no graph was used, None when one was or none was asked for.
+        finite: 1 where the loss (and what else was checked) was finite, a scalar on the device; None
+            unchecked.
+        stepped: Whether the pass contained the optimizer's step.
     """
 
     sums: Tensor
@@ -61,13 +64,17 @@ class StepResult:
     total: Tensor
     graph: bool = False
     reason: str | None = None
+    finite: Tensor | None = None
+    stepped: bool = False
 
 
 class Executor(Protocol):
     """Runs forward and backward of one batch; gradients accumulate in ``p.grad``."""
 
-    def execute(self, batch: Batch, weighting: Weighting, *, backward: Backward | None) -> StepResult:
-        """Run one batch and return its losses."""
+    def execute(
+        self, batch: Batch, weighting: Weighting, *, backward: Backward | None, first: bool, last: bool
+    ) -> StepResult:
+        """Run one pass, told whether it is the first and the last of its window; return its losses."""
         ...
 
 
@@ -114,9 +121,12 @@ class EagerExecutor:
 
     model: nn.Module
 
-    def execute(self, batch: Batch, weighting: Weighting, *, backward: Backward | None) -> StepResult:
+    def execute(
+        self, batch: Batch, weighting: Weighting, *, backward: Backward | None, first: bool, last: bool
+    ) -> StepResult:
         """Run one batch; ``backward`` replaces ``total.backward()`` (a loss scaler's, for example)."""
-        losses = self._forward(batch, weighting)
+        del first, last
+        losses = checked_forward(self.model, batch, weighting)
         total = weighted_total(losses, weighting)
         if backward is None:
             total.backward()  # type: ignore[no-untyped-call]
@@ -124,23 +134,29 @@ class EagerExecutor:
             backward(total)
         return result_of(losses, total, weighting)
 
-    def _forward(self, batch: Batch, weighting: Weighting) -> SampleLosses:
-        """Run the forward pass; what fails here has not touched any gradient."""
-        if len(weighting.sizes) == 1:
-            return forward_losses(self.model, batch)
-        failure: str | None = None
-        losses: SampleLosses | None = None
-        try:
-            losses = forward_losses(self.model, batch)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = str(error).splitlines()[0]
-        if losses is None:
-            # Outside the except block: the traceback no longer holds the activations of the failed pass.
-            raise ForwardOutOfMemoryError(failure)
-        check_per_sample(losses, weighting)
-        return losses
+
+def checked_forward(model: nn.Module, batch: Batch, weighting: Weighting) -> SampleLosses:
+    """Run the forward pass; what fails here has not touched any gradient.
+
+    Raises:
+        ForwardOutOfMemoryError: A fused pass ran out of memory.
+        NoSampleLossesError: A fused pass came back as one loss.
+    """
+    if len(weighting.sizes) == 1:
+        return forward_losses(model, batch)
+    failure: str | None = None
+    losses: SampleLosses | None = None
+    try:
+        losses = forward_losses(model, batch)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = str(error).splitlines()[0]
+    if losses is None:
+        # Outside the except block: the traceback no longer holds the activations of the failed pass.
+        raise ForwardOutOfMemoryError(failure)
+    check_per_sample(losses, weighting)
+    return losses
 
 
 def check_per_sample(losses: SampleLosses, weighting: Weighting) -> None:

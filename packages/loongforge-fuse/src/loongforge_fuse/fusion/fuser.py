@@ -51,6 +51,10 @@ class WindowOutcome:
         graph: Whether every pass replayed a graph; None when no graph runner is attached.
         graph_reason: First reason why not.
         padded_share: Largest share of fill over the groups.
+        finite: 1 where all losses (and what else was checked) were finite, a device scalar; None unchecked.
+        stepped: Whether the optimizer's step was part of the passes.
+        reduced: Whether the last backward ran with synchronisation on. False with a graph runner: reduce the
+            gradients after ``run``.
         micro_gradients: With ``debug_gradients``: for each micro-batch, parameter name -> its own gradient.
     """
 
@@ -66,6 +70,9 @@ class WindowOutcome:
     graph: bool | None
     graph_reason: str | None
     padded_share: float
+    finite: Tensor | None
+    stepped: bool
+    reduced: bool
     micro_gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -159,7 +166,12 @@ class MicroBatchFuser:
         for group in groups:
             started = time.perf_counter_ns()
             done, refused = self._run_group(
-                group, weigh, backward, sync or _no_sync, last_group=group is groups[-1]
+                group,
+                weigh,
+                backward,
+                sync or _no_sync,
+                first_group=group is groups[0],
+                last_group=group is groups[-1],
             )
             refusal = refusal or refused
             self._record(group, done, refused, started)
@@ -256,26 +268,47 @@ class MicroBatchFuser:
         backward: Backward | None,
         sync: Sync,
         *,
+        first_group: bool,
         last_group: bool,
     ) -> tuple[list[StepResult], Refusal | None]:
         """Run one group: fused, or its micro-batches one by one. Return one result per pass."""
         refusal = group.refusal
         if group.joined is not None:
+            weighting = weigh(group.joined.sizes)
             try:
-                with sync(last_group):
-                    return [self._execute(group.joined.batch, weigh(group.joined.sizes), backward)], None
+                done = self._execute(
+                    group.joined.batch, weighting, backward, sync, first=first_group, last=last_group
+                )
+                return [done], None
             except NoSampleLossesError as error:
                 refusal = self._lasting = Refusal(reason=RefusalReason.NO_SAMPLE_LOSSES, detail=str(error))
             except ForwardOutOfMemoryError as error:
                 refusal = Refusal(reason=RefusalReason.MEMORY_CAUGHT, detail=str(error))
-        done = []
+        results = []
         for index, batch in enumerate(group.batches):
-            with sync(last_group and index == len(group.batches) - 1):
-                done.append(self._execute(batch, weigh((batch_size(batch),)), backward))
-        return done, refusal
+            first = first_group and index == 0
+            last = last_group and index == len(group.batches) - 1
+            results.append(
+                self._execute(batch, weigh((batch_size(batch),)), backward, sync, first=first, last=last)
+            )
+        return results, refusal
 
-    def _execute(self, batch: Batch, weighting: Weighting, backward: Backward | None) -> StepResult:
-        return (self._executor or self._eager).execute(batch, weighting, backward=backward)
+    def _execute(
+        self,
+        batch: Batch,
+        weighting: Weighting,
+        backward: Backward | None,
+        sync: Sync,
+        *,
+        first: bool,
+        last: bool,
+    ) -> StepResult:
+        """Run one pass; with a graph runner nothing synchronises inside it, the caller reduces afterwards."""
+        if self._executor is None:
+            with sync(last):
+                return self._eager.execute(batch, weighting, backward=backward, first=first, last=last)
+        with sync(False):
+            return self._executor.execute(batch, weighting, backward=backward, first=first, last=last)
 
     def _record(
         self, group: _Group, done: Sequence[StepResult], refused: Refusal | None, started: int
@@ -311,6 +344,7 @@ class MicroBatchFuser:
     ) -> WindowOutcome:
         """Gather what the passes left."""
         reasons = [r.reason for r in results if r.reason is not None]
+        flags = [r.finite for r in results if r.finite is not None]
         return WindowOutcome(
             micro_losses=list(torch.cat([_means(r) for r in results]).unbind()),
             micro_counts=list(torch.cat([r.counts for r in results]).unbind()),
@@ -324,6 +358,9 @@ class MicroBatchFuser:
             graph=all(r.graph for r in results) if self._executor is not None else None,
             graph_reason=reasons[0] if reasons else None,
             padded_share=max((g.joined.padded_share for g in groups if g.joined is not None), default=0.0),
+            finite=torch.stack(flags).amin() if flags else None,
+            stepped=any(r.stepped for r in results),
+            reduced=self._executor is None,
         )
 
 

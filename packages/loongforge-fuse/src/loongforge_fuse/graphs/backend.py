@@ -1,0 +1,194 @@
+"""How a pass is recorded and replayed: CUDA graphs, or a stand-in that re-executes with static buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Outputs = tuple[Tensor, ...]
+Pass = Callable[[], Outputs]
+
+
+class Recorded(Protocol):
+    """A recorded pass."""
+
+    outputs: Outputs
+    """Static tensors that every replay writes anew."""
+    bytes: int
+    """Device memory this recording holds."""
+
+    def replay(self) -> None:
+        """Run the recorded work again."""
+        ...
+
+    def release(self) -> None:
+        """Give up the recording and its memory."""
+        ...
+
+
+class Backend(Protocol):
+    """Records passes."""
+
+    def eager(self, work: Pass) -> Outputs:
+        """Run ``work`` as an ordinary pass, in a way that prepares its later capture."""
+        ...
+
+    def capture(self, work: Pass, rehearsal: Pass) -> Recorded:
+        """Record ``work``. Raises whatever makes the recording impossible; nothing has been computed then.
+
+        ``rehearsal`` is the same without the optimizer's step, for backends that must execute to find out.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give up what recordings share."""
+        ...
+
+
+class CudaBackend:
+    """CUDA graphs that share one memory pool and are captured on one private stream.
+
+    Args:
+        device: The model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def eager(self, work: Pass) -> Outputs:
+        """Run on the capture stream, so that autograd's accumulation nodes belong to it."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outputs = work()
+        current.wait_stream(self._stream)
+        for tensor in outputs:
+            tensor.record_stream(current)
+        return outputs
+
+    def capture(self, work: Pass, rehearsal: Pass) -> Recorded:
+        """Record into the shared pool; other threads may use the device meanwhile."""
+        del rehearsal
+        # Collectives still in flight would be queried during the capture and invalidate it.
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            outputs = work()
+        held = torch.cuda.memory_reserved(self._device) - before
+        return _CudaRecording(graph, outputs, max(held, 0))
+
+    def release(self) -> None:
+        """Forget the pool; its memory goes back when the last graph is gone."""
+        del self._pool
+
+
+class _CudaRecording:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs, held: int) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self.outputs = outputs
+        self.bytes = held
+
+    def replay(self) -> None:
+        if self._graph is None:
+            message = "this graph was released and cannot be replayed"
+            raise RuntimeError(message)
+        self._graph.replay()
+
+    def release(self) -> None:
+        if self._graph is not None:
+            # A replay may still run; destroying its graph under it is an error of the driver.
+            torch.cuda.synchronize()
+            self._graph.reset()
+        self._graph = None
+        self.outputs = ()
+
+
+class HostReadError(RuntimeError):
+    """A pass read device values on the host, or made shapes from them, while being recorded."""
+
+
+class _ForbidHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raise on the operators that make a CUDA capture fail."""
+
+    _FORBIDDEN = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"})
+
+    def __torch_dispatch__(
+        self,
+        func: object,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        name = getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
+        if name in self._FORBIDDEN:
+            message = f"operator {name} reads values on the host and cannot be part of a graph"
+            raise HostReadError(message)
+        return func(*args, **(kwargs or {}))  # type: ignore[operator]
+
+
+class EmulatedBackend:
+    """Stand-in for CUDA graphs on any device: replays re-execute into the same output tensors.
+
+    The recording pass runs under a mode that refuses what a CUDA capture refuses, with gradients and random
+    state put back afterwards, so that key, eviction, pointer and fall-back logic behave as on a GPU.
+
+    Args:
+        touched: Returns the parameters whose gradients a pass may change.
+    """
+
+    def __init__(self, touched: Callable[[], Sequence[Tensor]]) -> None:
+        self._touched = touched
+        self.captures = 0
+
+    def eager(self, work: Pass) -> Outputs:
+        """Run the pass."""
+        return work()
+
+    def capture(self, work: Pass, rehearsal: Pass) -> Recorded:
+        """Rehearse once and undo what that did."""
+        self.captures += 1
+        with self._undone(), _ForbidHostReads():  # type: ignore[no-untyped-call]
+            outputs = tuple(o.detach().clone() for o in rehearsal())
+        return _EmulatedRecording(work, outputs, self._touched)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in self._touched()]
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+            for parameter, gradient, values in kept:
+                parameter.grad = gradient
+                if gradient is not None and values is not None:
+                    gradient.copy_(values)
+
+    def release(self) -> None:
+        """Nothing is shared."""
+
+
+class _EmulatedRecording:
+    def __init__(self, work: Pass, outputs: Outputs, touched: Callable[[], Sequence[Tensor]]) -> None:
+        self._work: Pass | None = work
+        self.outputs = outputs
+        self.bytes = sum(p.numel() * p.element_size() for p in touched())
+
+    def replay(self) -> None:
+        if self._work is None:
+            message = "this graph was released and cannot be replayed"
+            raise RuntimeError(message)
+        for static, fresh in zip(self.outputs, self._work(), strict=True):
+            static.copy_(fresh.detach())
+
+    def release(self) -> None:
+        self._work = None
+        self.outputs = ()

@@ -1,0 +1,104 @@
+"""An optimizer inside a recorded pass: learning rates and scales on the device, no host decision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class OptimizerInGraph:
+    """Makes a torch optimizer capturable and steps it with clipping and a finite check on the device.
+
+    Learning rates become device tensors; a scheduler may go on assigning plain numbers, they are copied over
+    before the next replay. Other hyper-parameters are baked into a recording, which is made anew when they
+    change. With a fused optimizer a step with non-finite gradients is skipped on the device.
+
+    Args:
+        optimizer: The optimizer.
+        max_norm: Bound of the gradients' global 2-norm, or None.
+        device: Where its parameters are.
+
+    Raises:
+        ValueError: On a GPU, for an optimizer that has no capturable mode.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None, device: torch.device
+    ) -> None:
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._device = device
+        self._rates: list[Tensor] = []
+        if device.type == "cuda" and "capturable" not in optimizer.defaults:
+            message = (
+                f"{type(optimizer).__name__} has no capturable mode, so it cannot be part of a CUDA graph; "
+                "use torch.optim.AdamW(..., fused=True, capturable=True), or step it after run()"
+            )
+            raise ValueError(message)
+        for group in optimizer.param_groups:
+            if "capturable" in group and device.type == "cuda":
+                group["capturable"] = True
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32).to(device).clone()
+            self._rates.append(rate)
+            if device.type == "cuda":
+                group["lr"] = rate
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(device)
+
+    @property
+    def _fused(self) -> bool:
+        return all(bool(group.get("fused")) for group in self._optimizer.param_groups)
+
+    def refresh(self) -> None:
+        """Copy learning rates that were assigned as numbers (or other tensors) to the device tensors."""
+        if self._device.type != "cuda":
+            return
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if group["lr"] is not rate:
+                value = group["lr"]
+                if isinstance(value, Tensor):
+                    rate.copy_(value, non_blocking=True)
+                else:
+                    rate.fill_(float(value))
+                group["lr"] = rate
+
+    def step(self, finite: Tensor) -> Tensor:
+        """Clip and step; return the finite flag, joined with that of the gradient norm where one is taken."""
+        self.refresh()
+        scale: Tensor | None = None
+        if self._max_norm is not None:
+            gradients = [
+                p.grad for g in self._optimizer.param_groups for p in g["params"] if p.grad is not None
+            ]
+            norm = torch.nn.utils.get_total_norm(gradients, foreach=True).float()
+            finite = finite & torch.isfinite(norm)
+            scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)
+            if not self._fused:
+                torch._foreach_div_(gradients, scale)
+        if self._fused:
+            # The fused kernel divides by the scale and skips the step on found_inf, both read on the device.
+            self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        try:
+            self._optimizer.step()
+        finally:
+            if self._fused:
+                del self._optimizer.grad_scale, self._optimizer.found_inf  # type: ignore[attr-defined]
+        return finite
+
+    def hyper(self) -> tuple[object, ...]:
+        """Return the baked-in numbers and the addresses of the state tensors."""
+        numbers = tuple(
+            (name, value)
+            for group in self._optimizer.param_groups
+            for name, value in sorted(group.items())
+            if name not in {"params", "lr", "initial_lr"} and not isinstance(value, Tensor)
+        )
+        addresses = tuple(
+            value.data_ptr()
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        return (str(numbers), addresses)

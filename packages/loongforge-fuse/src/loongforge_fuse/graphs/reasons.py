@@ -1,0 +1,26 @@
+"""Why a step ran eagerly although a graph runner is attached."""
+
+from __future__ import annotations
+
+import enum
+
+
+class GraphReason(enum.StrEnum):
+    """Reason codes of eager steps, as they stand in the step record."""
+
+    OFF = "off"
+    """``mode`` is ``"off"``."""
+    NO_DEVICE = "no_device"
+    """The model is not on a device that has graphs."""
+    WARM_UP = "warm_up"
+    """The shape has not been seen often enough to be worth a capture."""
+    CUSTOM_BACKWARD = "custom_backward"
+    """The caller brought its own backward function, which a graph cannot contain."""
+    CAPTURE_FAILED = "capture_failed"
+    """Capturing this shape failed; it stays eager. The detail holds the error."""
+    MEMORY_CAP = "memory_cap"
+    """The graph would exceed the memory cap even alone."""
+    RELEASED = "released"
+    """The runner was released."""
+    WITHOUT_GRADIENTS = "without_gradients"
+    """Gradients are disabled; only training passes are captured."""

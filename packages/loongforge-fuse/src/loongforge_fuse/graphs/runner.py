@@ -1,0 +1,340 @@
+"""The graph runner: forward and backward (and, asked for, clip and optimizer) as one replay per shape."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from loongforge_fuse.fusion.execute import Backward, NoSampleLossesError, StepResult, Weighting
+from loongforge_fuse.graphs.backend import Backend, CudaBackend, EmulatedBackend, Outputs
+from loongforge_fuse.graphs.config import GraphConfig
+from loongforge_fuse.graphs.entry import GraphEntry, LiveParameters
+from loongforge_fuse.graphs.key import BatchSignature, describe
+from loongforge_fuse.graphs.passes import StepPass, autocast_state
+from loongforge_fuse.graphs.pointers import ModelPointers
+from loongforge_fuse.graphs.reasons import GraphReason
+from loongforge_fuse.graphs.regional import CompiledRegions, compile_regions
+from loongforge_fuse.protocol import Batch, batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStats:
+    """Counters of a runner since it was made.
+
+    Attributes:
+        replays: Passes that were one replay.
+        captures: Recordings made.
+        recaptures: Recordings made again for a shape that had one.
+        evictions: Recordings given up to make room.
+        graphs: Recordings held now.
+        graph_bytes: Device memory they hold together.
+        eager: Eager passes by reason code.
+        moved: What moved when a recording was given up as stale, with counts.
+        failures: Shape description -> why its capture failed.
+        padded: Batches that a bucket plan enlarged.
+    """
+
+    replays: int
+    captures: int
+    recaptures: int
+    evictions: int
+    graphs: int
+    graph_bytes: int
+    eager: Mapping[str, int]
+    moved: Mapping[str, int]
+    failures: Mapping[str, str]
+    padded: int
+
+
+class GraphRunner:
+    """Replays training passes; every shape that cannot be replayed runs eagerly, with the reason.
+
+    It is an executor for :class:`~loongforge_fuse.fusion.fuser.MicroBatchFuser` and works alone through
+    :meth:`run`. Gradients stay in ``p.grad``: with ``gradients="accumulate"`` they are the same tensors
+    over all replays, so anything that reduces existing gradients can follow a replay.
+
+    Args:
+        model: Module that follows :mod:`loongforge_fuse.protocol`; its draws are part of the batch.
+        config: Settings.
+        optimizer: Run inside the last pass of a window. Must be capturable (``capturable=True`` or
+            ``fused=True`` on CUDA); its learning rates become device tensors. Default: the caller steps.
+        scaler: Loss scaler whose scale multiplies the differentiated loss. Default none.
+        backend: Replaces the backend that ``config.mode`` would choose.
+
+    Raises:
+        ValueError: ``max_norm`` without an optimizer, or ``scaler`` with one (its ``step`` decides on the
+            host).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: GraphConfig | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        self.config = config or GraphConfig()
+        self.model = model
+        if self.config.max_norm is not None and optimizer is None:
+            message = "max_norm clips inside the graph and needs optimizer=; without it clip after run()"
+            raise ValueError(message)
+        if scaler is not None and optimizer is not None:
+            message = "a GradScaler decides on the host whether to step; pass either scaler= or optimizer="
+            raise ValueError(message)
+        self._optimizer = optimizer
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._pass = StepPass(model, self.config, optimizer=optimizer, scaler=scaler, device=self._device)
+        self._pointers = ModelPointers(model)
+        self._live = LiveParameters(model)
+        self._backend, self._unavailable = self._choose_backend(backend)
+        self._regions: CompiledRegions | None = compile_regions(model) if self.config.compile else None
+        self._entries: OrderedDict[tuple[Hashable, ...], GraphEntry] = OrderedDict()
+        self._seen: Counter[tuple[Hashable, ...]] = Counter()
+        self._failed: dict[tuple[Hashable, ...], str] = {}
+        self._captured_before: set[tuple[Hashable, ...]] = set()
+        self._eager: Counter[str] = Counter()
+        self._moved: Counter[str] = Counter()
+        self._replays = self._captures = self._recaptures = self._evictions = self._padded = 0
+
+    def _choose_backend(self, backend: Backend | None) -> tuple[Backend | None, GraphReason | None]:
+        if self.config.mode == "off":
+            return None, GraphReason.OFF
+        if backend is not None:
+            return backend, None
+        if self.config.mode == "emulated":
+            return EmulatedBackend(self._live.all_trainable), None
+        if self._device.type == "cuda":
+            return CudaBackend(self._device), None
+        return None, GraphReason.NO_DEVICE
+
+    def run(self, batch: Batch, weights: Tensor | None = None) -> StepResult:
+        """Run one batch as a window of its own.
+
+        Args:
+            batch: A batch with its draws.
+            weights: ``(B,)`` or ``(1,)`` factors on the per-sample loss sums. Default: one over the batch's
+                valid elements.
+        """
+        kind = "own_count" if weights is None else "given"
+        weighting = Weighting(kind=kind, sizes=(batch_size(batch),), weights=weights)  # type: ignore[arg-type]
+        return self.execute(batch, weighting, backward=None, first=True, last=True)
+
+    def execute(
+        self, batch: Batch, weighting: Weighting, *, backward: Backward | None, first: bool, last: bool
+    ) -> StepResult:
+        """Run one pass of a window: replay where a graph fits, else eagerly with the reason.
+
+        Args:
+            batch: The batch of the pass.
+            weighting: How its losses enter the window's loss.
+            backward: A caller's own backward forces an eager pass.
+            first: First pass of the window (gradients are fresh).
+            last: Last pass of the window (the optimizer follows, when the runner has it).
+        """
+        if self.config.buckets is not None:
+            padded = self.config.buckets.apply(batch)
+            self._padded += any(padded[k] is not batch[k] for k in padded)
+            batch = padded
+        if backward is not None:
+            return self._run_eagerly(
+                batch, weighting, GraphReason.CUSTOM_BACKWARD, backward, first=first, last=last
+            )
+        blocked = self._unavailable or (None if torch.is_grad_enabled() else GraphReason.WITHOUT_GRADIENTS)
+        if blocked is not None:
+            return self._run_eagerly(batch, weighting, blocked, None, first=first, last=last)
+        signature = describe(batch)
+        key = self._key(signature, weighting, first=first, last=last)
+        entry = self._entries.get(key)
+        if entry is not None and not self._usable(key, entry):
+            entry = None
+        if entry is None:
+            why = self._why_eager(key)
+            if why is None:
+                entry, why = self._record(key, signature, batch, weighting, first=first, last=last)
+            if entry is None:
+                return self._run_eagerly(batch, weighting, why, None, first=first, last=last)
+        self._entries.move_to_end(key)
+        return self._replay(entry, signature, weighting, first=first)
+
+    def _key(
+        self, signature: BatchSignature, weighting: Weighting, *, first: bool, last: bool
+    ) -> tuple[Hashable, ...]:
+        shape = None if weighting.weights is None else tuple(weighting.weights.shape)
+        how = (weighting.kind, weighting.sizes, shape, weighting.factor, weighting.samples_only)
+        return (signature.key, how, first, last, autocast_state(self._device.type))
+
+    def _why_eager(self, key: tuple[Hashable, ...]) -> GraphReason | None:
+        """Return why this shape is not captured now."""
+        if key in self._failed:
+            return GraphReason.CAPTURE_FAILED
+        if key in self._captured_before:
+            return None
+        self._seen[key] += 1
+        return GraphReason.WARM_UP if self._seen[key] <= self.config.warmup_steps else None
+
+    def _usable(self, key: tuple[Hashable, ...], entry: GraphEntry) -> bool:
+        """Whether a recording still computes with the model as it is; a stale one is given up."""
+        moved = self._pointers.changed(entry.pointers) or entry.gradients_moved()
+        moved = moved or self._pass.hyper_changed(entry.hyper)
+        if moved is None:
+            return True
+        self._moved[moved] += 1
+        self._drop(key)
+        return False
+
+    def _run_eagerly(
+        self,
+        batch: Batch,
+        weighting: Weighting,
+        reason: GraphReason | None,
+        backward: Backward | None,
+        *,
+        first: bool,
+        last: bool,
+    ) -> StepResult:
+        """Run the very same pass without a graph."""
+        code = str(reason or GraphReason.CAPTURE_FAILED)
+        self._eager[code] += 1
+        work = self._pass.bind(batch, weighting, first=first, last=last, backward=backward)
+        self._pass.refresh()
+        if self._backend is None or backward is not None:
+            outputs = work()
+        else:
+            with self._live.watched():
+                outputs = self._backend.eager(work)
+        return self._pass.result(
+            outputs, weighting, graph=False, reason=code, stepped=self._pass.steps(last=last)
+        )
+
+    def _record(
+        self,
+        key: tuple[Hashable, ...],
+        signature: BatchSignature,
+        batch: Batch,
+        weighting: Weighting,
+        *,
+        first: bool,
+        last: bool,
+    ) -> tuple[GraphEntry | None, GraphReason | None]:
+        """Capture one shape; on failure put everything back and remember why."""
+        backend = self._backend
+        if backend is None:
+            return None, self._unavailable
+        self._make_room(len(self._entries) + 1 - self.config.max_graphs)
+        entry = GraphEntry.prepare(signature, batch, weighting, self._device)
+        entry.overwrites = self._pass.overwrites(first=first, last=last)
+        entry.stepped = self._pass.steps(last=last)
+        if not entry.overwrites:
+            entry.gradients = self._live.static_gradients()
+        entry.fill(signature, weighting)
+        work = self._pass.bind(entry.batch, entry.weighting, first=first, last=last, static=True)
+        rehearsal = self._pass.bind(
+            entry.batch, entry.weighting, first=first, last=last, static=True, with_optimizer=False
+        )
+        kept = self._live.gradients()
+        try:
+            self._pass.refresh()
+            entry.attach(zero=False)
+            recording = backend.capture(work, rehearsal)
+        except NoSampleLossesError:
+            self._live.restore(kept)
+            raise
+        except Exception as error:
+            self._live.restore(kept)
+            self._failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return None, GraphReason.CAPTURE_FAILED
+        if entry.overwrites:
+            entry.gradients = [(p, g) for p, g in self._live.gradients() if g is not None]
+        entry.finish(recording, self._pointers.snapshot(), self._pass.hyper())
+        self._live.restore(kept)
+        self._captures += 1
+        self._recaptures += key in self._captured_before
+        self._captured_before.add(key)
+        self._entries[key] = entry
+        return self._within_cap(key)
+
+    def _within_cap(self, key: tuple[Hashable, ...]) -> tuple[GraphEntry | None, GraphReason | None]:
+        """Evict the oldest recordings until the memory cap holds."""
+        cap = self.config.memory_cap_gb
+        if cap is None:
+            return self._entries[key], None
+        while self._held() > cap * 2**30 and len(self._entries) > 1:
+            self._evict_oldest()
+        if self._held() <= cap * 2**30:
+            return self._entries[key], None
+        entry = self._entries[key]
+        self._failed[key] = f"needs {entry.bytes / 2**30:.2f} GiB, memory_cap_gb is {cap}"
+        self._drop(key)
+        return None, GraphReason.MEMORY_CAP
+
+    def _replay(
+        self, entry: GraphEntry, signature: BatchSignature, weighting: Weighting, *, first: bool
+    ) -> StepResult:
+        entry.fill(signature, weighting)
+        self._pass.refresh()
+        entry.attach(zero=not (first and self._pass.clears))
+        entry.recording.replay()
+        self._replays += 1
+        # Static outputs live until the next replay only.
+        outputs: Outputs = tuple(o.clone() for o in entry.recording.outputs)
+        return self._pass.result(outputs, weighting, graph=True, reason=None, stepped=entry.stepped)
+
+    def _held(self) -> int:
+        return sum(entry.bytes for entry in self._entries.values())
+
+    def _make_room(self, count: int) -> None:
+        for _ in range(max(count, 0)):
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        key = next(iter(self._entries))
+        self._evictions += 1
+        self._drop(key)
+
+    def _drop(self, key: tuple[Hashable, ...]) -> None:
+        self._entries.pop(key).release()
+
+    def invalidate(self) -> None:
+        """Give up all recordings, for example after a change of the model; shapes are captured anew."""
+        for key in list(self._entries):
+            self._drop(key)
+
+    def release(self) -> None:
+        """Give up all graphs, their memory and compiled regions. Call before the process group is destroyed.
+
+        Afterwards passes run eagerly with reason ``released``. May be called twice.
+        """
+        self.invalidate()
+        if self._backend is not None:
+            self._backend.release()
+        self._backend, self._unavailable = None, GraphReason.RELEASED
+        if self._regions is not None:
+            self._regions.undo()
+            self._regions = None
+
+    def __enter__(self) -> GraphRunner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def stats(self) -> GraphStats:
+        """Return the counters."""
+        return GraphStats(
+            replays=self._replays,
+            captures=self._captures,
+            recaptures=self._recaptures,
+            evictions=self._evictions,
+            graphs=len(self._entries),
+            graph_bytes=self._held(),
+            eager=dict(self._eager),
+            moved=dict(self._moved),
+            failures={str(key[0])[:300]: why for key, why in self._failed.items()},
+            padded=self._padded,
+        )
