@@ -11,16 +11,33 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loongforge_data.collate import DynamicPadCollator, default_collate
+    from loongforge_data.dataset import FrameRequest, RobotDataset, open_dataset
     from loongforge_data.errors import DataError
     from loongforge_data.loader import ADFEDataLoader
+    from loongforge_data.video import DecoderPool, VideoFile
 
-__all__ = ["ADFEDataLoader", "DataError", "DynamicPadCollator", "default_collate"]
+__all__ = [
+    "ADFEDataLoader",
+    "DataError",
+    "DecoderPool",
+    "DynamicPadCollator",
+    "FrameRequest",
+    "RobotDataset",
+    "VideoFile",
+    "default_collate",
+    "open_dataset",
+]
 
 _HOME = {
     "ADFEDataLoader": "loader",
     "DataError": "errors",
+    "DecoderPool": "video",
     "DynamicPadCollator": "collate",
+    "FrameRequest": "dataset",
+    "RobotDataset": "dataset",
+    "VideoFile": "video",
     "default_collate": "collate",
+    "open_dataset": "dataset",
 }
 
 

@@ -1,0 +1,354 @@
+"""`RobotDataset`: a map-style data set of robot episodes with exact frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loongforge_data.access import ColumnReader, compile_readers
+from loongforge_data.errors import DataError
+from loongforge_data.fingerprint import fingerprint
+from loongforge_data.formats.episodes import EpisodeTable
+from loongforge_data.formats.info import DatasetInfo, Feature
+from loongforge_data.formats.modality import Modality, read_modality
+from loongforge_data.formats.placement import Placement
+from loongforge_data.formats.rows import Rows
+from loongforge_data.formats.statfiles import Stats, read_stats
+from loongforge_data.opening import OnMismatch, Opened, Verify, open_files
+from loongforge_data.video import DecoderPool, VideoFile
+from loongforge_data.video.pixels import frame_array
+from loongforge_data.windows import Window, make_windows
+
+Sample = dict[str, object]
+ImageSize = tuple[int, int]
+_Text = TypeVar("_Text", bound=str)
+
+
+class FrameRequest(NamedTuple):
+    """One video frame a sample needs.
+
+    Attributes:
+        key: Feature key of the camera.
+        slot: Position in the window of that camera; 0 without a window.
+        path: The video file.
+        index: Display index of the frame inside that file.
+    """
+
+    key: str
+    slot: int
+    path: str
+    index: int  # type: ignore[assignment]
+
+
+class ImageLayout(NamedTuple):
+    """Shape of the decoded pictures of one camera, known before decoding.
+
+    Attributes:
+        frames: Length of the time axis; None without a window.
+        height: Rows of the upright picture after the resize.
+        width: Columns of the upright picture after the resize.
+        channels: 3, RGB.
+        dtype: "uint8".
+        size: (height, width) to resize to; None keeps the displayed size.
+        crop: (top, left, height, width) in displayed pixels before the resize; None keeps all.
+    """
+
+    frames: int | None
+    height: int
+    width: int
+    channels: int
+    dtype: str
+    size: ImageSize | None
+    crop: tuple[int, int, int, int] | None
+
+
+class RobotDataset:
+    """Rows of a robot data set as samples. Made by `open_dataset`.
+
+    A sample is a dict with the feature names of the data set as keys: numbers as numpy arrays of the declared
+    dtype (float64 becomes float32), videos as uint8 RGB (height, width, 3), text as str. A key with a window
+    has a leading time axis and a bool mask `<key>_is_pad`. A sample never crosses an episode.
+    """
+
+    def __init__(self, opened: Opened, options: Options) -> None:
+        self.root = opened.root
+        self.info: DatasetInfo = opened.info
+        self.features: Mapping[str, Feature] = opened.features
+        self.episodes = EpisodeTable(opened.rows.episodes)
+        self.tasks: Mapping[int, str] = opened.tasks
+        self.cameras: tuple[str, ...] = opened.cameras
+        self.notices: tuple[str, ...] = tuple(opened.notices)
+        self.skipped: tuple[DataError, ...] = tuple(opened.skipped)
+        self.options = options
+        self.windows: Mapping[str, Window] = make_windows(options.window, self.features)
+        self.image_size = options.image_size
+        self._rows: Rows = opened.rows
+        self._starts: NDArray[np.int64] = opened.rows.starts
+        self._length = int(self._starts[-1])
+        self._placements = opened.placements
+        self._index_videos()
+        self._readers: tuple[ColumnReader, ...] = compile_readers(self)
+        self._sizes: dict[str, ImageSize] = {}
+        self._pool: DecoderPool | None = None
+        self._stats: Mapping[str, Stats] | None = None
+        self._fingerprint: str | None = None
+
+    def _index_videos(self) -> None:
+        """Lay out paths and first frames per camera and episode for quick look-up."""
+        self._video_paths: dict[str, list[str]] = {}
+        self._video_firsts: dict[str, list[int]] = {}
+        for camera in self.cameras:
+            spans: list[Placement] = [self._placements[e.index, camera] for e in self.episodes]
+            self._video_paths[camera] = [span.path for span in spans]
+            self._video_firsts[camera] = [span.first for span in spans]
+        lengths = np.diff(self._starts)
+        self._episode_of = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+
+    # -- facts -----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of samples: one per row of the chosen episodes."""
+        return self._length
+
+    @property
+    def fps(self) -> int | float:
+        """Frames per second: an int where it is whole."""
+        rate: Fraction = self.info.fps
+        return int(rate) if rate.denominator == 1 else float(rate)
+
+    @property
+    def modality(self) -> Modality | None:
+        """The GR00T `meta/modality.json`, or None when the set has none."""
+        return read_modality(self.root, self.features)
+
+    @property
+    def stats(self) -> Mapping[str, Stats]:
+        """Statistics per feature as the data set ships them (v2.1: aggregated over all episodes)."""
+        if self._stats is None:
+            self._stats = read_stats(self.root, self.info)
+        return self._stats
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of what decides which sample an index means: content facts and the options chosen."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self)
+        return self._fingerprint
+
+    @property
+    def rows(self) -> Rows:
+        """All rows as columns in memory; not to be written to."""
+        return self._rows
+
+    @property
+    def episode_starts(self) -> NDArray[np.int64]:
+        """(episodes + 1,) int64, first sample of each episode; the last entry is the length."""
+        return self._starts
+
+    def episode_bounds(self, i: int) -> tuple[int, int]:
+        """Return the samples [start, stop) of the episode that sample i belongs to."""
+        episode = int(self._episode_of[self._checked(i)])
+        return int(self._starts[episode]), int(self._starts[episode + 1])
+
+    def _checked(self, i: int) -> int:
+        row = int(i)
+        if row < 0:
+            row += self._length
+        if not 0 <= row < self._length:
+            msg = f"sample {i} does not exist: the data set has {self._length} samples"
+            raise IndexError(msg)
+        return row
+
+    # -- samples ---------------------------------------------------------------------------------------
+
+    def tabular(self, i: int) -> Sample:
+        """Return everything of a sample but decoded video. A few microseconds per feature."""
+        row = self._checked(i)
+        episode = self._episode_of[row]
+        start, stop = int(self._starts[episode]), int(self._starts[episode + 1])
+        sample: Sample = {}
+        for reader in self._readers:
+            reader(sample, row, start, stop)
+        return sample
+
+    def frame_requests(self, i: int) -> tuple[FrameRequest, ...]:
+        """Return the video frames a sample needs, camera by camera and slot by slot. Opens no file."""
+        row = self._checked(i)
+        episode = int(self._episode_of[row])
+        start = int(self._starts[episode])
+        requests: list[FrameRequest] = []
+        for camera in self.cameras:
+            path = self._video_paths[camera][episode]
+            base = self._video_firsts[camera][episode] - start
+            window = self.windows.get(camera)
+            if window is None:
+                requests.append(FrameRequest(camera, 0, path, base + row))
+                continue
+            rows = window.rows(row, start, int(self._starts[episode + 1])).tolist()
+            requests += [FrameRequest(camera, slot, path, base + r) for slot, r in enumerate(rows)]
+        return tuple(requests)
+
+    def image_layout(self) -> Mapping[str, ImageLayout]:
+        """Return the picture shapes of exactly the keys that `frame_requests` delivers.
+
+        Without `image_size` the first file of each camera is opened once to learn its displayed size.
+        """
+        result = {}
+        for camera in self.cameras:
+            window = self.windows.get(camera)
+            height, width = self.image_size or self._displayed_size(camera)
+            frames = None if window is None else len(window.offsets)
+            result[camera] = ImageLayout(frames, height, width, 3, "uint8", self.image_size, None)
+        return result
+
+    def _displayed_size(self, camera: str) -> ImageSize:
+        known = self._sizes.get(camera)
+        if known is None:
+            paths = self._video_paths[camera]
+            if not paths:
+                shape = self.features[camera].shape
+                return (shape[0], shape[1])
+            with VideoFile(paths[0]) as video:
+                known = self._sizes[camera] = video.displayed_size
+        return known
+
+    def __getitem__(self, i: int) -> Sample:
+        """Return one sample with its frames decoded: the plain reference path.
+
+        Raises:
+            IndexError: There is no such sample.
+            VideoError: A frame cannot be decoded; names file, episode and row.
+        """
+        sample = self.tabular(i)
+        requests = self.frame_requests(i)
+        if self._pool is None:
+            self._pool = DecoderPool()
+        wanted: dict[str, dict[int, NDArray[np.generic]]] = {}
+        for request in requests:
+            wanted.setdefault(request.path, {})[request.index] = np.zeros(0)
+        depth = {r.path: self.features[r.key] for r in requests}
+        for path, frames in wanted.items():
+            try:
+                with self._pool.checkout(path) as video:
+                    for index, frame in video.decode(frames):
+                        frames[index] = frame_array(frame, depth[path], size=self.image_size)
+            except DataError as error:
+                row = self._checked(i)
+                episode = self.episodes[int(self._episode_of[row])].index
+                raise type(error)(error.message, path=path, episode=episode, row=row) from error
+        for camera in self.cameras:
+            pictures = [wanted[r.path][r.index] for r in requests if r.key == camera]
+            sample[camera] = np.stack(pictures) if camera in self.windows else pictures[0]
+        return sample
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Yield all samples in order."""
+        return (self[i] for i in range(self._length))
+
+    def close(self) -> None:
+        """Close the decoders of `__getitem__`; the data set stays usable."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel to another process by name and options; the fingerprint is compared there."""
+        return _reopen, (self.root, self.options, self.fingerprint)
+
+
+class Options(NamedTuple):
+    """Arguments of `open_dataset`, kept to open the set again elsewhere."""
+
+    window: dict[str, tuple[int, ...]]
+    episodes: tuple[int, ...] | None
+    cameras: tuple[str, ...] | None
+    columns: tuple[str, ...] | None
+    image_size: ImageSize | None
+    on_mismatch: OnMismatch
+    verify: Verify
+
+
+def open_dataset(
+    root: str | Path,
+    *,
+    window: Mapping[str, Sequence[int]] | None = None,
+    episodes: Sequence[int] | None = None,
+    cameras: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    image_size: ImageSize | None = None,
+    on_mismatch: OnMismatch = "error",
+    verify: Verify = "auto",
+) -> RobotDataset:
+    """Open a LeRobot v2.0, v2.1, v3.0 or GR00T-flavoured data set directory.
+
+    Args:
+        root: The directory that holds `meta/info.json`.
+        window: Frame offsets per feature key, e.g. ``{"action": range(16)}``: the key gets a leading time
+            axis and a mask ``<key>_is_pad``. Offsets outside the episode repeat its first or last row.
+        episodes: Episode indices to use; None uses all.
+        cameras: Keys of the cameras to use; None uses all, () none.
+        columns: Features other than cameras to use; None uses all. The standard columns are always there.
+        image_size: (height, width) pictures are resized to; None keeps their own size.
+        on_mismatch: What to do with an episode whose rows, files or frames do not fit together: `error`
+            refuses the set and lists all of them, `skip_episode` leaves it out, `drop_tail` keeps the rows
+            that have frames. What was left out is in `skipped`.
+        verify: `paths` checks that files are there; `headers` also compares frame counts; `auto` is `headers`
+            for up to 512 video files.
+
+    Raises:
+        LayoutError: Not a data set, an unsupported version, or metadata that contradicts the files.
+        TableError, VideoError: Files are missing or do not fit, by the policy above.
+        ValueError: An argument does not fit the data set.
+    """
+    options = Options(
+        window={key: tuple(int(o) for o in offsets) for key, offsets in (window or {}).items()},
+        episodes=None if episodes is None else tuple(int(e) for e in episodes),
+        cameras=None if cameras is None else tuple(cameras),
+        columns=None if columns is None else tuple(columns),
+        image_size=_checked_size(image_size),
+        on_mismatch=_one_of("on_mismatch", on_mismatch, ("error", "drop_tail", "skip_episode")),
+        verify=_one_of("verify", verify, ("auto", "paths", "headers")),
+    )
+    opened = open_files(
+        Path(root),
+        episodes=options.episodes,
+        cameras=options.cameras,
+        columns=options.columns,
+        on_mismatch=options.on_mismatch,
+        verify=options.verify,
+    )
+    return RobotDataset(opened, options)
+
+
+def _one_of(name: str, value: _Text, allowed: tuple[str, ...]) -> _Text:
+    if value not in allowed:
+        msg = f"{name} must be one of {', '.join(allowed)}; got {value!r}"
+        raise ValueError(msg)
+    return value
+
+
+def _checked_size(size: ImageSize | None) -> ImageSize | None:
+    if size is None:
+        return None
+    if len(size) != 2 or not all(isinstance(n, int) and 1 <= n <= 16384 for n in size):
+        msg = f"image_size must be (height, width) in pixels, each 1 to 16384, got {size!r}"
+        raise ValueError(msg)
+    return (size[0], size[1])
+
+
+def _reopen(root: Path, options: Options, expected: str) -> RobotDataset:
+    dataset = open_dataset(root, **options._asdict())
+    if dataset.fingerprint != expected:
+        msg = (
+            f"the data set changed while it was in use: fingerprint {dataset.fingerprint[:12]} here, "
+            f"{expected[:12]} where it was opened first"
+        )
+        raise DataError(
+            msg,
+            path=root,
+        )
+    return dataset

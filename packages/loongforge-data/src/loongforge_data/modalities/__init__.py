@@ -1,0 +1,1 @@
+"""Media other than video: pictures in tables, depth, sound, series at other rates, language."""
