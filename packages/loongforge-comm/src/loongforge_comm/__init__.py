@@ -1,1 +1,31 @@
-"""LoongForge."""
+"""Gradient communication for PyTorch, planned from the model graph and the measured link."""
+
+from loongforge_comm.config import SchedulerConfig
+from loongforge_comm.errors import (
+    CompiledModelError,
+    DivergentGradientError,
+    PlanMismatchError,
+    RankFailureError,
+)
+from loongforge_comm.gradients import GradientSpec, gradient_specs
+from loongforge_comm.link import Curve, LinkModel
+from loongforge_comm.plan import Bucket, CommPlan, Piece
+from loongforge_comm.planner import plan_buckets
+from loongforge_comm.scheduler import GradientScheduler
+
+__all__ = [
+    "Bucket",
+    "CommPlan",
+    "CompiledModelError",
+    "Curve",
+    "DivergentGradientError",
+    "GradientScheduler",
+    "GradientSpec",
+    "LinkModel",
+    "Piece",
+    "PlanMismatchError",
+    "RankFailureError",
+    "SchedulerConfig",
+    "gradient_specs",
+    "plan_buckets",
+]

@@ -1,0 +1,89 @@
+"""The few private corners of torch that this package stands on, in one place, each with its reason."""
+# ruff: noqa: SLF001
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.autograd import Variable
+
+
+def current_backward() -> int:
+    """Number of the backward this thread is executing, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the innermost running backward has computed all gradients, before it returns."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def nested_backward() -> bool:
+    """Whether the running backward was started inside another one (reentrant checkpoint, inner backward).
+
+    Seen from the Python stack: on the main thread the outermost call to the engine is there as well, on a
+    device
+    thread only inner ones are.
+    """
+    frame = sys._getframe(1)
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > (1 if threading.current_thread() is threading.main_thread() else 0)
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Whether the running backward will add into ``parameter.grad``; False under ``torch.autograd.grad``."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def cloned_default_store() -> dist.Store:
+    """A second connection to the store of the default group: a blocking wait on the shared one stops
+    everybody.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def multi_get(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """Values of keys that exist, in one round trip where the store can."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """Concatenate dense tensors of one dtype."""
+    return _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+
+
+def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Cut a flat tensor into views shaped as ``like``."""
+    return list(_unflatten_dense_tensors(flat, like))  # type: ignore[no-untyped-call]
+
+
+def cuda_stream(device: torch.device) -> torch.cuda.Stream:
+    """A new stream on ``device``."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def cuda_event() -> torch.cuda.Event:
+    """A timing event recorded now on the current stream."""
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def original_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module inside a ``torch.compile`` wrapper, ``None`` for a plain module."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else None

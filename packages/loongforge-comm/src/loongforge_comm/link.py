@@ -1,0 +1,210 @@
+"""Cost model of a link: time of each collective as a piecewise linear function of its size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+LINK_VERSION = 1
+REDUCTIONS = ("ring", "tree", "direct", "all_gather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Time of one collective by payload size.
+
+    Attributes:
+        nbytes: sizes in bytes, ascending, at least one.
+        ms: milliseconds at these sizes, not decreasing.
+        spread_ms: interquartile range of the measurement at each size, zeros for models.
+    """
+
+    nbytes: tuple[float, ...]
+    ms: tuple[float, ...]
+    spread_ms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.nbytes or len(self.nbytes) != len(self.ms) or list(self.nbytes) != sorted(self.nbytes):
+            msg = (
+                f"curve has {len(self.nbytes)} sizes and {len(self.ms)} times, "
+                "allowed are equally many, ascending, at least one"
+            )
+            raise ValueError(msg)
+
+    @classmethod
+    def linear(cls, alpha_ms: float, ms_per_mib: float) -> Curve:
+        """The curve ``alpha + beta * size`` with alpha in milliseconds and beta in milliseconds per MiB."""
+        return cls(nbytes=(0.0, 2.0**20), ms=(alpha_ms, alpha_ms + ms_per_mib))
+
+    @classmethod
+    def fit(cls, nbytes: Sequence[float], ms: Sequence[float], spread_ms: Sequence[float] = ()) -> Curve:
+        """Make the measured times monotone (pool adjacent violators) so that a larger bucket never looks
+        cheaper.
+        """
+        blocks: list[list[float]] = []
+        for value in ms:
+            blocks.append([value, 1.0])
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                value_b, weight_b = blocks.pop()
+                value_a, weight_a = blocks.pop()
+                weight = weight_a + weight_b
+                blocks.append([(value_a * weight_a + value_b * weight_b) / weight, weight])
+        smooth = [value for value, weight in blocks for _ in range(int(weight))]
+        return cls(nbytes=tuple(map(float, nbytes)), ms=tuple(smooth), spread_ms=tuple(spread_ms))
+
+    @property
+    def alpha_ms(self) -> float:
+        """Start-up time in milliseconds: the curve at size zero."""
+        return float(self.predict(np.zeros(1))[0])
+
+    @property
+    def beta_ms_per_byte(self) -> float:
+        """Slope at the large end in milliseconds per byte."""
+        if len(self.nbytes) < 2:
+            return 0.0
+        low = max(0, len(self.nbytes) - 3)
+        span = self.nbytes[-1] - self.nbytes[low]
+        return (self.ms[-1] - self.ms[low]) / span if span > 0 else 0.0
+
+    @property
+    def crossover_bytes(self) -> float:
+        """Size at which bandwidth time equals start-up time, ``alpha / beta``; infinity on a free link."""
+        beta = self.beta_ms_per_byte
+        return self.alpha_ms / beta if beta > 0 else float("inf")
+
+    def predict(self, nbytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Milliseconds for each size; linear between points and with the end slope beyond the last one."""
+        x, y = np.asarray(self.nbytes), np.asarray(self.ms)
+        result = np.interp(nbytes, x, y)
+        beyond = nbytes > x[-1]
+        if beyond.any():
+            result = np.where(beyond, y[-1] + (nbytes - x[-1]) * self.beta_ms_per_byte, result)
+        return np.asarray(result, dtype=np.float64)
+
+    def scaled(self, factor: float) -> Curve:
+        """The same curve with every time multiplied by ``factor``."""
+        return Curve(nbytes=self.nbytes, ms=tuple(v * factor for v in self.ms), spread_ms=self.spread_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """Measured or assumed times of the collectives of one process group.
+
+    Attributes:
+        world_size: ranks of the group.
+        backend: name of the communication backend, or ``model``.
+        curves: curve by strategy (``ring``, ``tree``, ``direct``, ``all_gather``); ``ring`` is required.
+        fingerprint: topology the figures belong to.
+        source: ``measured``, ``cache`` or ``model``.
+        launch_ms: milliseconds of backward compute lost per launched bucket (packing call, launch).
+    """
+
+    world_size: int
+    backend: str
+    curves: Mapping[str, Curve]
+    fingerprint: str = ""
+    source: str = "model"
+    launch_ms: float = 0.0
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "ring" not in self.curves:
+            msg = f"link model has curves {sorted(self.curves)}, 'ring' is required"
+            raise ValueError(msg)
+
+    @classmethod
+    def from_alpha_beta(
+        cls, alpha_ms: float, gbytes_per_s: float, *, world_size: int = 2, source: str = "model"
+    ) -> LinkModel:
+        """A one-curve model: start-up in milliseconds and bus-independent rate in 1e9 bytes per second."""
+        if alpha_ms < 0 or gbytes_per_s <= 0:
+            msg = f"alpha_ms is {alpha_ms} and gbytes_per_s {gbytes_per_s}, allowed are >= 0 and > 0"
+            raise ValueError(msg)
+        ring = Curve.linear(alpha_ms, 2.0**20 / (gbytes_per_s * 1e6))
+        return cls(world_size=world_size, backend="model", curves={"ring": ring}, source=source)
+
+    @property
+    def crossover_bytes(self) -> float:
+        """Size that separates low load (latency-bound) from high load (bandwidth-bound)."""
+        return self.curves["ring"].crossover_bytes
+
+    def best(self, nbytes: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[str]]:
+        """Predicted milliseconds of the cheapest strategy for each size, and its name.
+
+        Another strategy replaces the ring only where it is at least 5 % cheaper, so noise does not decide.
+        """
+        best_ms = self.curves["ring"].predict(nbytes)
+        names = np.full(nbytes.shape, "ring", dtype=object)
+        for name in REDUCTIONS[1:]:
+            if name not in self.curves:
+                continue
+            ms = self.curves[name].predict(nbytes)
+            wins = ms < 0.95 * best_ms
+            best_ms = np.where(wins, ms, best_ms)
+            names[wins] = name
+        return best_ms, [str(name) for name in names]
+
+    def predict_ms(self, strategy: str, nbytes: float) -> float:
+        """Milliseconds of one collective; an unmeasured strategy costs as much as the ring."""
+        curve = self.curves.get(strategy, self.curves["ring"])
+        return float(curve.predict(np.asarray([nbytes], dtype=np.float64))[0])
+
+    def scaled(self, factor: float) -> LinkModel:
+        """The model with all times multiplied: how bucket times seen in training correct the idle
+        measurement.
+        """
+        return LinkModel(
+            world_size=self.world_size,
+            backend=self.backend,
+            curves={name: curve.scaled(factor) for name, curve in self.curves.items()},
+            fingerprint=self.fingerprint,
+            source=self.source,
+            launch_ms=self.launch_ms,
+            notes=self.notes,
+        )
+
+    def to_json(self) -> str:
+        """Versioned JSON text."""
+        return json.dumps(
+            {
+                "version": LINK_VERSION,
+                "world_size": self.world_size,
+                "backend": self.backend,
+                "fingerprint": self.fingerprint,
+                "source": self.source,
+                "launch_ms": self.launch_ms,
+                "notes": dict(self.notes),
+                "curves": {
+                    name: {"nbytes": curve.nbytes, "ms": curve.ms, "spread_ms": curve.spread_ms}
+                    for name, curve in self.curves.items()
+                },
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> LinkModel:
+        """Read what ``to_json`` wrote; ValueError names a wrong version."""
+        data = json.loads(text)
+        if data.get("version") != LINK_VERSION:
+            msg = f"link model has version {data.get('version')}, allowed is {LINK_VERSION}; measure it again"
+            raise ValueError(msg)
+        return cls(
+            world_size=data["world_size"],
+            backend=data["backend"],
+            fingerprint=data["fingerprint"],
+            source=data["source"],
+            launch_ms=data["launch_ms"],
+            notes=data["notes"],
+            curves={
+                name: Curve(
+                    nbytes=tuple(curve["nbytes"]),
+                    ms=tuple(curve["ms"]),
+                    spread_ms=tuple(curve["spread_ms"]),
+                )
+                for name, curve in data["curves"].items()
+            },
+        )

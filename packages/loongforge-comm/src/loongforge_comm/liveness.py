@@ -1,0 +1,182 @@
+"""Heartbeats over the store: who is alive, how far each rank got, and a message that names the one that is
+not.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from loongforge_comm.internals import multi_get
+
+WATCH_ALL_UP_TO = 32
+"""Groups up to this size watch everybody; in larger ones each rank watches the next four and reads shared
+suspicions."""
+
+
+@dataclass(kw_only=True)
+class Beat:
+    """What a rank last said about itself.
+
+    Attributes:
+        count: beats so far.
+        step: optimizer step it was in.
+        bucket: buckets it had sent in the running backward.
+        state: ``run``, ``failed`` or ``closed``.
+        suspects: ranks it holds for silent.
+        seen: ``time.monotonic()`` here when the count last changed.
+    """
+
+    count: int
+    step: int
+    bucket: int
+    state: str
+    suspects: tuple[int, ...]
+    seen: float
+
+
+class Liveness:
+    """A background thread that writes this rank's beat and reads the others'.
+
+    A beat comes from a Python thread: a C call that holds the interpreter lock for longer than the timeout
+    looks like
+    a stopped rank. The store's host is a single point of failure; when it does not answer, that is what is
+    reported.
+    """
+
+    def __init__(
+        self, store: dist.Store, ranks: Sequence[int], rank: int, *, interval_s: float, timeout_s: float
+    ) -> None:
+        """Set up; ``start`` begins.
+
+        Args:
+            store: private store of the group, not shared with another thread.
+            ranks: global ranks of the group.
+            rank: this process's global rank.
+            interval_s: seconds between beats.
+            timeout_s: seconds without a new beat after which a rank is silent.
+        """
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self.interval_s = interval_s
+        self.timeout_s = timeout_s
+        others = [r for r in ranks if r != rank]
+        if len(ranks) > WATCH_ALL_UP_TO:
+            place = self._ranks.index(rank)
+            others = [self._ranks[(place + k) % len(ranks)] for k in range(1, 5)]
+        self._watched = tuple(others)
+        now = time.monotonic()
+        self.beats = {r: Beat(count=0, step=0, bucket=0, state="run", suspects=(), seen=now) for r in others}
+        self.step = 0
+        self.bucket = 0
+        self.state = "run"
+        self.suspects: tuple[int, ...] = ()
+        self._count = 0
+        self._answered = now
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Write the first beat and start the thread."""
+        store_limit = max(1.0, min(self.timeout_s / 2, 2 * self.interval_s + 1.0))
+        self._store.set_timeout(timedelta(seconds=store_limit))
+        self._beat()
+        now = time.monotonic()
+        for beat in self.beats.values():
+            beat.seen = now
+        self._thread = threading.Thread(target=self._run, name="loongforge-comm-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            self._round()
+
+    def _round(self) -> None:
+        try:
+            self._beat()
+            self._read()
+            self._answered = time.monotonic()
+        except Exception:
+            return
+
+    def _beat(self) -> None:
+        self._count += 1
+        value = [self._count, self.step, self.bucket, self.state, list(self.suspects)]
+        self._store.set(f"beat/{self._rank}", json.dumps(value))
+
+    def _read(self) -> None:
+        keys = [f"beat/{r}" for r in self._watched]
+        known = [key for key in keys if self._store.check([key])] if self._count < 3 else keys
+        if not known:
+            return
+        raw = multi_get(self._store, known)
+        for key, text in zip(known, raw, strict=True):
+            rank = int(key.rpartition("/")[2])
+            count, step, bucket, state, suspects = json.loads(text)
+            beat = self.beats[rank]
+            if count != beat.count:
+                self.beats[rank] = Beat(
+                    count=count,
+                    step=step,
+                    bucket=bucket,
+                    state=state,
+                    suspects=tuple(suspects),
+                    seen=time.monotonic(),
+                )
+
+    def silent(self, limit_s: float | None = None) -> tuple[int, ...]:
+        """Ranks without a new beat for ``limit_s`` seconds (default: the timeout), or accused by one that
+        failed.
+
+        While the store itself does not answer nobody is named: every beat would look old.
+        """
+        limit = self.timeout_s if limit_s is None else limit_s
+        now = time.monotonic()
+        if now - self._answered > limit and self.beats:
+            return ()
+        quiet = {r for r, beat in self.beats.items() if now - beat.seen > limit and beat.state == "run"}
+        left = {r for r, beat in self.beats.items() if beat.state == "closed"}
+        accused = {s for beat in self.beats.values() for s in beat.suspects if s != self._rank}
+        return tuple(sorted((quiet or accused) | left))
+
+    @property
+    def store_silent_s(self) -> float:
+        """Seconds since the store last answered."""
+        return time.monotonic() - self._answered
+
+    def describe(self, rank: int) -> str:
+        """One clause about a rank: how long it has been silent and where it was."""
+        beat = self.beats.get(rank)
+        if beat is None:
+            return f"rank {rank} (reported by another rank)"
+        if beat.state == "closed":
+            return f"rank {rank} (closed its scheduler at step {beat.step})"
+        age = time.monotonic() - beat.seen
+        where = f"last seen in step {beat.step} with {beat.bucket} buckets sent"
+        return f"rank {rank} (silent for {age:.1f} s, {where})"
+
+    def fail(self, suspects: tuple[int, ...]) -> None:
+        """Tell the others at once that this rank gave up, and because of whom."""
+        self.state, self.suspects = "failed", suspects
+        if self._thread is not None:
+            self._round()
+
+    def close(self) -> None:
+        """Say goodbye and end the thread."""
+        if self._thread is None:
+            return
+        if self.state == "run":
+            self.state = "closed"
+        self._stop.set()
+        self._thread.join(timeout=self.timeout_s)
+        with suppress(Exception):  # the store may be gone already, and nobody is left to tell
+            self._beat()
+        self._thread = None

@@ -1,0 +1,271 @@
+"""Exact bucket planning: a dynamic programme over the gradients in ready order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loongforge_comm.gradients import GradientSpec, order_by_ready
+from loongforge_comm.link import REDUCTIONS, Curve, LinkModel
+from loongforge_comm.plan import Bucket, CommPlan, Piece, schedule
+
+MARGIN = 0.95
+"""Another strategy replaces the ring only where it is predicted at least 5 % cheaper, so noise does not
+decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """A gradient, or a part of a large one, on its way into a bucket."""
+
+    spec: GradientSpec
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * self.spec.torch_dtype.itemsize
+
+    @property
+    def key(self) -> tuple[str | None, str | None]:
+        return self.spec.group, self.spec.strategy
+
+
+def segment(
+    ready_ms: NDArray[np.float64],
+    nbytes: NDArray[np.float64],
+    costs: Sequence[Curve],
+    *,
+    keys: Sequence[int] | None = None,
+    extra_ms: float = 0.0,
+    max_bytes: float = float("inf"),
+) -> tuple[list[int], float]:
+    """Cut the ready-ordered gradients into buckets that finish as early as possible.
+
+    One in-order channel: bucket ``i..j`` starts at the later of its last gradient's ready time and the end of
+    the
+    bucket before, and takes ``cost(bytes)``. With ``F(j)`` the earliest end of the first ``j`` gradients,
+    ``F(j) = min_i max(F(i), r_j) + cost(P_j - P_i)``, which is exact because the order is fixed and costs do
+    not
+    fall with size. Among equals the larger bucket wins (fewer launches).
+
+    Args:
+        ready_ms: ready times, not decreasing.
+        nbytes: sizes of the gradients.
+        costs: cost curve for each key.
+        keys: index into ``costs`` for each gradient; a bucket never crosses a change of key. ``None``: all 0.
+        extra_ms: milliseconds added per bucket (launch).
+        max_bytes: largest bucket; a single gradient may exceed it.
+
+    Returns:
+        The end positions of the buckets (ascending, the last is the number of gradients) and the finish time
+        in ms.
+        Complexity: O(n^2) vectorised, 2 000 gradients in well under 100 ms.
+    """
+    count = len(nbytes)
+    if not count:
+        return [], 0.0
+    key_of = list(keys) if keys is not None else [0] * count
+    prefix = np.concatenate(([0.0], np.cumsum(nbytes)))
+    finish = np.zeros(count + 1)
+    choice = np.zeros(count + 1, dtype=np.int64)
+    low = 0
+    for j in range(1, count + 1):
+        ready = float(ready_ms[j - 1])
+        if j > 1 and key_of[j - 1] != key_of[j - 2]:
+            low = j - 1
+        first = low
+        if prefix[j] - prefix[first] > max_bytes:
+            first = min(j - 1, max(first, int(np.searchsorted(prefix, prefix[j] - max_bytes - 0.5))))
+        # Ends are not decreasing: of all splits already finished when j is ready, the last has the smallest
+        # bucket.
+        done = int(np.searchsorted(finish[first:j], ready, side="right")) - 1
+        first = max(first, first + done)
+        size = prefix[j] - prefix[first:j]
+        total = np.maximum(finish[first:j], ready) + costs[key_of[j - 1]].predict(size)
+        best = int(np.argmin(total))
+        finish[j] = total[best] + extra_ms
+        choice[j] = first + best
+    cuts, j = [], count
+    while j > 0:
+        cuts.append(j)
+        j = int(choice[j])
+    return cuts[::-1], float(finish[count])
+
+
+def cost_curve(link: LinkModel, strategy: str | None = None) -> Curve:
+    """The lower envelope of all strategies (others than the ring with a margin), or one strategy's curve."""
+    if strategy is not None:
+        return link.curves.get(strategy, link.curves["ring"])
+    ring = link.curves["ring"]
+    others = [link.curves[name].scaled(1 / MARGIN) for name in REDUCTIONS[1:] if name in link.curves]
+    if not others:
+        return ring
+    curves = [ring, *others]
+    grid = np.unique(np.concatenate([np.asarray(curve.nbytes) for curve in curves] + [[0.0, 2.0**40]]))
+    crossings: list[float] = []
+    values = [curve.predict(grid) for curve in curves]
+    for a in range(len(curves)):
+        for b in range(a + 1, len(curves)):
+            gap = values[a] - values[b]
+            for k in np.nonzero(gap[:-1] * gap[1:] < 0)[0]:
+                share = gap[k] / (gap[k] - gap[k + 1])
+                crossings.append(float(grid[k] + share * (grid[k + 1] - grid[k])))
+    grid = np.unique(np.concatenate([grid, crossings])) if crossings else grid
+    lowest = np.min([curve.predict(grid) for curve in curves], axis=0)
+    return Curve(nbytes=tuple(grid.tolist()), ms=tuple(lowest.tolist()))
+
+
+def choose_strategy(link: LinkModel, nbytes: float) -> str:
+    """The strategy with the lowest predicted time; the ring unless another is clearly cheaper."""
+    best, best_ms = "ring", link.predict_ms("ring", nbytes)
+    for name in REDUCTIONS[1:]:
+        if name in link.curves:
+            ms = link.predict_ms(name, nbytes) / MARGIN
+            if ms < best_ms:
+                best, best_ms = name, ms
+    return best
+
+
+def plan_buckets(
+    gradients: Sequence[GradientSpec],
+    link: LinkModel,
+    *,
+    strategy: str = "hybrid",
+    simple_bucket_mib: float = 25.0,
+    max_bucket_mib: float | None = None,
+    source: str = "registration",
+    step: int = 0,
+) -> CommPlan:
+    """Compute the communication plan.
+
+    Gradients of one dtype and device form one stream; each stream is segmented exactly, then the buckets of
+    all
+    streams are merged by ready time into one launch order. With one stream the result is optimal under the
+    cost
+    model; with several each stream is optimal as if it had the link alone.
+
+    Args:
+        gradients: specs with ready times, any order.
+        link: cost model of the process group.
+        strategy: ``hybrid``, or ``simple`` for uniform buckets with the backend's all-reduce.
+        simple_bucket_mib: bucket size in MiB for ``simple``.
+        max_bucket_mib: split larger tensors and never build larger buckets; ``None`` for no limit.
+        source: recorded origin of the ready times.
+        step: recorded step.
+
+    Returns:
+        The plan; equal inputs give equal plans on every rank.
+    """
+    ordered = order_by_ready(gradients)
+    cap = max_bucket_mib * 2**20 if max_bucket_mib is not None else float("inf")
+    streams: dict[tuple[str, str], list[_Item]] = {}
+    for spec in ordered:
+        if not spec.sparse:
+            streams.setdefault((spec.dtype, spec.device), []).extend(_split(spec, cap))
+    drafts: list[tuple[list[_Item], str, str]] = []
+    for items in streams.values():
+        if strategy == "simple":
+            drafts += _uniform(items, simple_bucket_mib * 2**20)
+        else:
+            drafts += _optimal(items, link, cap)
+    drafts.sort(key=lambda draft: draft[0][-1].spec.ready_ms)
+    drafts += [
+        ([_Item(spec=spec, start=0, stop=spec.numel)], spec.group or "sparse", "sparse")
+        for spec in ordered
+        if spec.sparse
+    ]
+    cost = [
+        link.predict_ms("ring" if kind == "sparse" else kind, sum(item.nbytes for item in items))
+        + link.launch_ms
+        for items, _, kind in drafts
+    ]
+    times = schedule([items[-1].spec.ready_ms for items, *_ in drafts], cost)
+    buckets = tuple(
+        _bucket(index, items, group, kind, times[index]) for index, (items, group, kind) in enumerate(drafts)
+    )
+    ring = link.curves["ring"]
+    plan = CommPlan(
+        world_size=link.world_size,
+        gradients=ordered,
+        buckets=buckets,
+        source=source,
+        strategy=strategy,
+        alpha_ms=ring.alpha_ms,
+        ms_per_mib=ring.beta_ms_per_byte * 2**20,
+        backend=link.backend,
+        torch=torch.__version__,
+        step=step,
+        notes=_notes(streams, link),
+    )
+    plan.validate()
+    return plan
+
+
+def _split(spec: GradientSpec, cap: float) -> list[_Item]:
+    if spec.nbytes <= cap:
+        return [_Item(spec=spec, start=0, stop=spec.numel)]
+    parts = int(-(-spec.nbytes // cap))
+    edges = [spec.numel * k // parts for k in range(parts + 1)]
+    return [_Item(spec=spec, start=a, stop=b) for a, b in pairwise(edges) if b > a]
+
+
+def _optimal(items: list[_Item], link: LinkModel, cap: float) -> list[tuple[list[_Item], str, str]]:
+    known: dict[tuple[str | None, str | None], int] = {}
+    keys = [known.setdefault(item.key, len(known)) for item in items]
+    costs = [cost_curve(link, strategy) for _, strategy in known]
+    ready = np.asarray([item.spec.ready_ms for item in items], dtype=np.float64)
+    sizes = np.asarray([item.nbytes for item in items], dtype=np.float64)
+    cuts, _ = segment(ready, sizes, costs, keys=keys, extra_ms=link.launch_ms, max_bytes=cap)
+    result, start = [], 0
+    for stop in cuts:
+        part = items[start:stop]
+        nbytes = sum(item.nbytes for item in part)
+        group, forced = part[0].key
+        load = "high" if nbytes > link.crossover_bytes else "low"
+        result.append((part, group or load, forced or choose_strategy(link, nbytes)))
+        start = stop
+    return result
+
+
+def _uniform(items: list[_Item], cap: float) -> list[tuple[list[_Item], str, str]]:
+    result: list[tuple[list[_Item], str, str]] = []
+    part: list[_Item] = []
+    filled = 0
+    for item in items:
+        part.append(item)
+        filled += item.nbytes
+        if filled >= cap:
+            result.append((part, "simple", "ring"))
+            part, filled = [], 0
+    if part:
+        result.append((part, "simple", "ring"))
+    return result
+
+
+def _bucket(index: int, items: list[_Item], group: str, strategy: str, times: tuple[float, float]) -> Bucket:
+    return Bucket(
+        index=index,
+        group=group,
+        strategy=strategy,
+        dtype=items[0].spec.dtype,
+        device=items[0].spec.device,
+        pieces=tuple(Piece(name=item.spec.name, start=item.start, stop=item.stop) for item in items),
+        nbytes=sum(item.nbytes for item in items),
+        ready_ms=items[-1].spec.ready_ms,
+        start_ms=times[0],
+        end_ms=times[1],
+    )
+
+
+def _notes(streams: dict[tuple[str, str], list[_Item]], link: LinkModel) -> tuple[str, ...]:
+    notes = [f"load crossover alpha/beta = {link.crossover_bytes / 1024:.1f} KiB"]
+    if len(streams) > 1:
+        names = ", ".join("/".join(key) for key in streams)
+        notes.append(f"{len(streams)} streams ({names}): each segmented alone, merged by ready time")
+    return tuple(notes)

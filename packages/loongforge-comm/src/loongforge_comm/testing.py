@@ -1,0 +1,157 @@
+"""Helpers for tests with several ranks on one machine: every process is joined with a limit and its code
+checked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RankError(AssertionError):
+    """A rank failed, did not end in time, or gave no result; the message holds each rank's story."""
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    target: Callable[..., T],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 90.0,
+    collective_timeout_s: float = 30.0,
+    allow_dead: tuple[int, ...] = (),
+    backend: str = "gloo",
+) -> list[T | None]:
+    """Run ``target(rank, world_size, *args)`` in spawned processes with an initialised group; return results
+    by rank.
+
+    Args:
+        target: a function at the top level of a file.
+        world_size: number of processes.
+        args: picklable arguments.
+        timeout_s: seconds until unfinished processes are killed and RankError is raised.
+        collective_timeout_s: timeout of the default process group.
+        allow_dead: ranks that may die or hang (they are killed at the end); their result is ``None``.
+        backend: process group backend.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        processes = [
+            context.Process(
+                target=_enter,
+                args=(_address(target), rank, world_size, port, folder, collective_timeout_s, backend, args),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        waited_for = [p for rank, p in enumerate(processes) if rank not in allow_dead]
+        for process in waited_for:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, p in enumerate(processes) if p.is_alive() and rank not in allow_dead]
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join(10.0)
+        results: list[T | None] = []
+        story = [f"rank {rank} did not end within {timeout_s:g} s" for rank in late]
+        for rank, process in enumerate(processes):
+            file = Path(folder) / str(rank)
+            kind, value = pickle.loads(file.read_bytes()) if file.is_file() else ("none", None)
+            results.append(value if kind == "result" else None)
+            if rank in allow_dead:
+                continue
+            if kind == "error":
+                story.append(f"rank {rank} raised\n{value}")
+            elif process.exitcode != 0 or kind == "none":
+                story.append(f"rank {rank} ended with exit code {process.exitcode} and no result")
+        if story:
+            raise RankError("\n".join(story))
+        return results
+
+
+def _address(target: Callable[..., object]) -> tuple[str, str]:
+    """File and name of a function: test modules are often not importable by name in a new process."""
+    file = inspect.getsourcefile(target)
+    if file is None or "." in target.__qualname__:
+        msg = f"target is {target.__qualname__!r}, allowed are functions at the top level of a file"
+        raise ValueError(msg)
+    return file, target.__qualname__
+
+
+def _load(address: tuple[str, str]) -> Callable[..., object]:
+    file, name = address
+    spec = importlib.util.spec_from_file_location(f"rank_program_{Path(file).stem}", file)
+    if spec is None or spec.loader is None:
+        msg = f"cannot load {file}"
+        raise ImportError(msg)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function: Callable[..., object] = getattr(module, name)
+    return function
+
+
+def _enter(
+    address: tuple[str, str],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    collective_timeout_s: float,
+    backend: str,
+    args: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.TCPStore(
+            "127.0.0.1", port, world_size, is_master=rank == 0, timeout=timedelta(seconds=60)
+        )
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
+        outcome = ("result", _load(address)(rank, world_size, *args))
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    file = Path(folder) / str(rank)
+    file.with_suffix(".tmp").write_bytes(pickle.dumps(outcome))
+    file.with_suffix(".tmp").replace(file)
+    if outcome[0] == "result":
+        # Rank 0 hosts the store: it leaves last.
+        others = [Path(folder) / str(other) for other in range(1, world_size)]
+        deadline = time.monotonic() + 20.0
+        while rank == 0 and time.monotonic() < deadline and not all(f.is_file() for f in others):
+            time.sleep(0.01)
+        dist.destroy_process_group()
+    os._exit(0 if outcome[0] == "result" else 1)
