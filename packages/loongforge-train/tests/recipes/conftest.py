@@ -1,0 +1,93 @@
+"""Where the recipe tests find reference data and robot recordings; both may be absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from loongforge.recipes.gr00t_n1_6 import GrootConfig, GrootModel
+from loongforge.recipes.gr00t_n1_6.published import read_config
+from safetensors.torch import load_file
+
+
+def _shared(name: str) -> Path | None:
+    data = os.environ.get("LOONGFORGE_TEST_DATA")
+    roots = [Path(data).resolve().parent] if data else []
+    roots += [parent / "shared" for parent in Path(__file__).resolve().parents]
+    return next((root / name for root in roots if (root / name).exists()), None)
+
+
+@dataclass(frozen=True)
+class GrootReference:
+    """Reference tensors of the original implementation on a tiny configuration."""
+
+    folder: Path
+    config: GrootConfig
+    golden: dict[str, torch.Tensor]
+    gradient_names: list[str]
+
+    def model(self, **work: bool) -> GrootModel:
+        """Return the tiny model with the reference weights, in evaluation mode."""
+        config = replace(self.config, work=replace(self.config.work, **work))
+        model = GrootModel(config)
+        weights = load_file(self.folder / "tiny_weights.safetensors")
+        model.load_state_dict(weights if config.work.keep_unused else used_only(weights))
+        return model.eval()
+
+    def batch(self, case: str) -> dict[str, object]:
+        """Return the inputs of a case, as the original takes them."""
+        prefix = f"{case}.in."
+        batch: dict[str, object] = {
+            name.removeprefix(prefix): value for name, value in self.golden.items() if name.startswith(prefix)
+        }
+        images = sorted(name for name in batch if name.startswith("pixel_values."))
+        batch["pixel_values"] = [batch.pop(name) for name in images]
+        return batch
+
+
+def used_only(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leave out what the original stores and never uses."""
+    return {n: w for n, w in weights.items() if "lm_head" not in n and ".vision_model.head." not in n}
+
+
+@pytest.fixture(scope="session")
+def groot_reference() -> GrootReference:
+    folder = _shared("gr00t_n1_6")
+    if folder is None:
+        pytest.skip("reference tensors of GR00T N1.6 are not here (shared/gr00t_n1_6)")
+    raw = json.loads((folder / "tiny_config.json").read_text())
+    config = read_config(raw["groot"], raw["eagle"])
+    ids = raw["golden"]["token_ids"]
+    config = replace(config, language=replace(config.language, pad_token_id=ids["pad"]))
+    golden = load_file(folder / "tiny_golden.safetensors")
+    return GrootReference(folder, config, golden, raw["golden"]["grad_norm_names"])
+
+
+@pytest.fixture(scope="session")
+def groot_parameter_table() -> list[dict[str, str]]:
+    folder = _shared("gr00t_n1_6")
+    if folder is None:
+        pytest.skip("the parameter table of GR00T N1.6 is not here (shared/gr00t_n1_6)")
+    lines = (folder / "parameters_full.tsv").read_text().splitlines()
+    names = lines[0].split("\t")
+    return [dict(zip(names, line.split("\t"), strict=False)) for line in lines[1:]]
+
+
+@pytest.fixture(scope="session")
+def g1_pick() -> Path:
+    folder = _shared("data/g1_pick")
+    if folder is None:
+        pytest.skip("the recording g1_pick is not here (LOONGFORGE_TEST_DATA or shared/data)")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
