@@ -1,0 +1,96 @@
+"""Phase times of a step without host syncs: CUDA events that are read late, or the host clock on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StepClock:
+    """Collects the phases of one step; resolved once the device has passed the last mark.
+
+    On CUDA every mark is an event on the current stream: recording costs microseconds and waits for nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.began = time.perf_counter()
+        self.ended = self.began
+        self._host: dict[str, float] = {}
+        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+        self._first = self._mark()
+        self.last_mark: torch.cuda.Event | None = None
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the device; phases of one name add up."""
+        start, host = self._mark(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._host[name] = self._host.get(name, 0.0) + time.perf_counter() - host
+            end = self._mark()
+            if start is not None and end is not None:
+                self._events.setdefault(name, []).append((start, end))
+
+    @contextmanager
+    def host_phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the host only."""
+        host = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._host[name] = self._host.get(name, 0.0) + time.perf_counter() - host
+
+    def finish(self) -> None:
+        """Mark the end of the step."""
+        self.last_mark = self._mark()
+        self.ended = time.perf_counter()
+
+    def passed(self) -> bool:
+        """Tell whether the device has passed the last mark (never waits)."""
+        return self.last_mark is None or bool(self.last_mark.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Wait for the last mark; used only for steps long gone and at the end of a run."""
+        if self.last_mark is not None:
+            self.last_mark.synchronize()
+
+    def host_ms(self, name: str) -> float:
+        """Host milliseconds spent in a phase."""
+        return 1e3 * self._host.get(name, 0.0)
+
+    def device_ms(self, name: str) -> float:
+        """Device milliseconds of a phase; on the CPU the host's."""
+        if not self._cuda:
+            return self.host_ms(name)
+        return sum(start.elapsed_time(end) for start, end in self._events.get(name, ()))
+
+    def total_ms(self) -> float:
+        """Milliseconds from the first mark to the last, on the device's own clock where there is one."""
+        if self._first is not None and self.last_mark is not None:
+            return self._first.elapsed_time(self.last_mark)
+        return 1e3 * (self.ended - self.began)
+
+    def since_ms(self, previous: StepClock) -> float:
+        """Milliseconds from the end of the previous step to the end of this one."""
+        if previous.last_mark is not None and self.last_mark is not None:
+            return previous.last_mark.elapsed_time(self.last_mark)
+        return 1e3 * (self.ended - previous.ended)
+
+    def stall_ms(self) -> float:
+        """Milliseconds the device (on the CPU: the host) stood still for data at the start of the step."""
+        copies = self._events.get("h2d")
+        if self._first is not None and copies:
+            return self._first.elapsed_time(copies[0][0])
+        return self.host_ms("data")

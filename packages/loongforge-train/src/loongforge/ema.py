@@ -1,0 +1,60 @@
+"""Exponential moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    """Keeps ``average = decay * average + (1 - decay) * weight`` in float32 for every parameter.
+
+    Args:
+        model: Model whose parameters are averaged, by name.
+        decay: Share of the old average, between 0 and 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 < decay < 1:
+            msg = f"decay is {decay}: allowed is a number between 0 and 1"
+            raise ValueError(msg)
+        self.decay = decay
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._average = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self, skipped: Tensor | None = None) -> None:
+        """Take in the present weights; a skipped step (a device flag, not read here) changes nothing."""
+        weight = torch.tensor(1 - self.decay)
+        for name, parameter in self._parameters.items():
+            average = self._average[name]
+            share = weight.to(average.device)
+            if skipped is not None:
+                share = torch.where(skipped.to(average.device) > 0, torch.zeros_like(share), share)
+            average.lerp_(parameter.detach().float(), share)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages by parameter name."""
+        return dict(self._average)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over stored averages.
+
+        Raises:
+            ValueError: Names differ.
+        """
+        missing, extra = set(self._average) - set(state), set(state) - set(self._average)
+        if missing or extra:
+            msg = f"weight average: missing {sorted(missing)[:5]}, not in the model {sorted(extra)[:5]}"
+            raise ValueError(msg)
+        for name, value in state.items():
+            self._average[name].copy_(value)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Write the averages into the parameters of ``model``, in place."""
+        for name, parameter in model.named_parameters():
+            if name in self._average:
+                parameter.copy_(self._average[name])

@@ -1,0 +1,246 @@
+"""The step engine: what happens between two optimizer steps, in the order in which data flows.
+
+``collect`` takes G x N micro-batches from the loader and agrees with the other ranks; ``forward and
+backward`` run through the window runner (eager, fused, or replayed); the parallel strategy brings gradients
+together beside the backward; then clip, guard, optimizer, schedule, and the step record. Nothing here waits
+for the device: times are CUDA events that the recorder reads later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from loongforge.batches import add_draws, count_samples, count_tokens, count_valid, move, sample_ids
+from loongforge.clock import StepClock
+from loongforge.ema import WeightAverage
+from loongforge.errors import NonFiniteError
+from loongforge.guards import Guard
+from loongforge.parallel import Parallel
+from loongforge.pillars import MemoryPillar
+from loongforge.ranks import Agreement, Ranks, Vote
+from loongforge.recorder import PendingStep, Recorder
+from loongforge.sources import BatchSource
+from loongforge.window import Outcome, WindowRunner
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """Everything a step touches, built by the session."""
+
+    model: nn.Module
+    """The bare model: names of parameters, draws, counts."""
+    runner: WindowRunner
+    parallel: Parallel
+    optimizer: Optimizer
+    schedule: LRScheduler
+    source: BatchSource
+    ranks: Ranks
+    memory: MemoryPillar
+    recorder: Recorder
+    guard: Guard
+    accumulation: int
+    seed: int = 0
+    clip_norm: float | None = None
+    autocast: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
+    average: WeightAverage | None = None
+    drop_ragged: bool = False
+
+
+@dataclass(kw_only=True)
+class Position:
+    """How far the run is."""
+
+    step: int = 0
+    samples: int = 0
+    stop_requested: bool = False
+    failed: Exception | None = None
+    command: int = 0
+    last_step_ms: float = 0.0
+    agreed: Agreement | None = field(default=None, repr=False)
+
+
+class StepEngine:
+    """Runs optimizer steps. ``run_step`` is the whole data flow; the rest of the class are its parts."""
+
+    def __init__(self, parts: Parts, *, epochs: int | None = None) -> None:
+        self.parts = parts
+        self.epochs = epochs
+        self.at = Position()
+        self._rate = 0.0
+
+    def run_step(self) -> bool:
+        """Do one optimizer step; return False when the data of the last epoch is used up."""
+        parts = self.parts
+        clock = StepClock(parts.ranks.device)
+        with clock.host_phase("data"):
+            window = self._collect()
+        if window is None:
+            return False
+        agreed = self._agreed()
+        with parts.memory.step():
+            with clock.phase("h2d"):
+                batches = [self._to_device(batch) for batch in window]
+            outcome = self._forward_backward(batches, clock, agreed)
+            with clock.phase("comm"):
+                parts.parallel.finish()
+            with clock.phase("optimizer"):
+                norm, loss, bad = self._update(outcome, agreed)
+        clock.finish()
+        self.at.step += 1
+        self.at.last_step_ms = 1e3 * (clock.ended - clock.began)
+        self._record(window, outcome, clock, norm=norm, loss=loss, bad=bad)
+        parts.parallel.step_end(self.at.step)
+        return True
+
+    # -- data
+    # ---------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> list[object] | None:
+        """Take the next window and agree about it; windows never cross the end of an epoch."""
+        parts = self.parts
+        empty_epochs = 0
+        while self.epochs is None or parts.source.epoch < self.epochs:
+            window: list[object] = []
+            while len(window) < parts.accumulation:
+                batch = parts.source.next_micro_batch()
+                if batch is None:
+                    break
+                window.append(batch)
+            agreed = parts.ranks.agree(
+                Vote(
+                    micro_batches=len(window),
+                    valid=count_valid(parts.model, window),
+                    stop=self.at.stop_requested,
+                    failed=self.at.failed is not None,
+                    command=self.at.command,
+                    step_ms=self.at.last_step_ms,
+                )
+            )
+            self.at.agreed, self.at.command = agreed, 0
+            if agreed.failed:
+                raise self.at.failed or NonFiniteError("another rank stopped the run; its log says why")
+            usable = agreed.micro_batches
+            if usable == parts.accumulation or (usable and not parts.drop_ragged):
+                if usable < len(window):
+                    # Another rank has fewer micro-batches left: all do as many as that one (fault C03).
+                    window = window[:usable]
+                    self.at.agreed = self._count_again(window, agreed)
+                return window
+            empty_epochs = empty_epochs + 1 if usable == len(window) == parts.source.taken == 0 else 0
+            if empty_epochs > 1 or (parts.drop_ragged and parts.source.taken < parts.accumulation):
+                parts.guard.no_step_possible(parts.source.taken, parts.accumulation)
+            parts.source.next_epoch()
+        return None
+
+    def _count_again(self, window: list[object], agreed: Agreement) -> Agreement:
+        vote = Vote(micro_batches=len(window), valid=count_valid(self.parts.model, window), stop=agreed.stop)
+        return self.parts.ranks.agree(vote)
+
+    def _agreed(self) -> Agreement:
+        if self.at.agreed is None:
+            msg = "a step started without an agreement between the ranks"
+            raise RuntimeError(msg)
+        return self.at.agreed
+
+    def _to_device(self, batch: object) -> Mapping[str, object]:
+        drawn = add_draws(self.parts.model, batch, seed=self.parts.seed, epoch=self.parts.source.epoch)
+        return move(drawn, self.parts.ranks.device)  # type: ignore[return-value]
+
+    # -- forward, backward, communication
+    # ------------------------------------------------------------------------
+
+    def _forward_backward(
+        self, batches: list[Mapping[str, object]], clock: StepClock, agreed: Agreement
+    ) -> Outcome:
+        """Run the window; the divisor makes the averaged gradient that of one batch over all ranks."""
+        parts, device = self.parts, self.parts.ranks.device.type
+        divisor = max(agreed.valid, 1.0) / parts.ranks.world_size if agreed.valid >= 0 else None
+
+        def backward(loss: Tensor) -> None:
+            with clock.phase("backward"), torch.autocast(device, enabled=False):
+                (loss if parts.scaler is None else parts.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+        def sync(last: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - the contract of the fuser
+            return nullcontext() if last else parts.parallel.no_sync()
+
+        with clock.phase("window"), self._autocast():
+            return parts.runner.run(batches, backward=backward, divisor=divisor, sync=sync)
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        if self.parts.autocast is None:
+            yield
+            return
+        with torch.autocast(self.parts.ranks.device.type, dtype=self.parts.autocast):
+            yield
+
+    # -- optimizer
+    # -----------------------------------------------------------------------------------------------
+
+    def _update(self, outcome: Outcome, agreed: Agreement) -> tuple[Tensor, Tensor, Tensor]:
+        """Unscale, clip, guard, step; return (gradient norm, global loss, skipped) without reading them."""
+        parts = self.parts
+        if parts.scaler is not None:
+            parts.scaler.unscale_(parts.optimizer)
+        norm = parts.parallel.clip(parts.clip_norm)
+        loss = torch.as_tensor(outcome.loss, dtype=torch.float32, device=parts.ranks.device)
+        loss = parts.ranks.sum(loss.clone()) / parts.ranks.world_size
+        bad = parts.guard.verdict(loss, norm, step=self.at.step + 1)
+        parts.guard.apply(bad, parts.optimizer, parts.scaler)
+        self._rate = float(parts.optimizer.param_groups[0]["lr"])
+        parts.schedule.step()
+        if parts.average is not None:
+            parts.average.update(bad)
+        parts.optimizer.zero_grad(set_to_none=parts.parallel.drop_gradients)
+        return norm, loss, bad
+
+    # -- record
+    # --------------------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        window: list[object],
+        outcome: Outcome,
+        clock: StepClock,
+        *,
+        norm: Tensor,
+        loss: Tensor,
+        bad: Tensor,
+    ) -> None:
+        parts = self.parts
+        samples = [count_samples(batch) for batch in window]
+        tokens = [count_tokens(batch) for batch in window]
+        total = sum(n for n in samples if n is not None) if None not in samples else None
+        self.at.samples += total or 0
+        parts.recorder.submit(
+            PendingStep(
+                step=self.at.step,
+                epoch=parts.source.epoch,
+                time_unix=time.time(),
+                clock=clock,
+                loss=loss,
+                micro_losses=list(outcome.micro_losses),
+                norm=norm,
+                skipped=bad,
+                lr=self._rate,
+                samples=total,
+                tokens=sum(n for n in tokens if n is not None) if None not in tokens else None,
+                sample_ids=[sample_ids(batch) for batch in window],
+                fused=outcome.fused,
+                fusion_reason=outcome.reason,
+                graph=getattr(outcome, "graph", None),
+                graph_reason=getattr(outcome, "graph_reason", None),
+                data=parts.source.stats(),
+                mem=parts.memory.stats(),
+                comm=parts.parallel.stats(),
+            )
+        )

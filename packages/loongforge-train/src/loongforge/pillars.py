@@ -1,0 +1,105 @@
+"""The pillars as the trainer sees them: small protocols, an ``off`` for each, and how the real ones are
+plugged in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from loongforge.config import PillarConfig
+from loongforge.errors import require
+
+
+class MemoryPillar(Protocol):
+    """Memory of a step: a context around it, counters, and a small state for the checkpoint."""
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return the context that surrounds one step."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Return numeric counters."""
+        ...
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what the checkpoint keeps."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> None:
+        """Restore what the checkpoint kept."""
+        ...
+
+    def close(self) -> None:
+        """Give memory back."""
+        ...
+
+
+class NoMemoryPillar:
+    """Stock PyTorch memory."""
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def stats(self) -> dict[str, float]:
+        """Return nothing: nothing is counted."""
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> None:
+        """Accept any state; there is nothing to restore."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class OrchestratedMemory:
+    """``loongforge_mem.MemoryOrchestrator`` behind :class:`MemoryPillar`."""
+
+    def __init__(self, config: PillarConfig, model: nn.Module, optimizer: Optimizer) -> None:
+        mem = require("loongforge_mem", "loongforge-mem", "switch the memory pillar off (--mem off)")
+        settings = mem.MemoryConfig(mode=config.mem, pool_gb=config.mem_pool_gb)  # type: ignore[attr-defined]
+        self._orchestrator = mem.MemoryOrchestrator(settings)  # type: ignore[attr-defined]
+        self._orchestrator.attach(model, optimizer)
+
+    def step(self) -> AbstractContextManager[object]:
+        """Return the orchestrator's step context."""
+        return self._orchestrator.step()
+
+    def stats(self) -> dict[str, float]:
+        """Return the orchestrator's numeric counters."""
+        return numeric(self._orchestrator.stats())
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the free-list state."""
+        return dict(self._orchestrator.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> None:
+        """Restore the free-list state."""
+        self._orchestrator.load_state_dict(state)
+
+    def close(self) -> None:
+        """Give the pool back."""
+        self._orchestrator.close()
+
+
+def build_memory(config: PillarConfig, model: nn.Module, optimizer: Optimizer) -> MemoryPillar:
+    """Return the memory pillar the configuration asks for."""
+    return NoMemoryPillar() if config.mem == "off" else OrchestratedMemory(config, model, optimizer)
+
+
+def numeric(values: Mapping[str, object]) -> dict[str, float]:
+    """Keep the numbers of a flat mapping."""
+    return {
+        str(key): float(value)
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

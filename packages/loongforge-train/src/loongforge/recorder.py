@@ -1,0 +1,196 @@
+"""Turns finished steps into step records, late: a record is written once the device has passed the step's
+last mark.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loongforge.clock import StepClock
+from loongforge.records import StepRecord
+
+MOST_UNREAD = 8
+"""Steps that may wait for the device; the oldest is waited for beyond that, long after it was enqueued."""
+
+Listener = Callable[[StepRecord, Sequence[Sequence[int]]], None]
+
+
+@dataclass(kw_only=True)
+class PendingStep:
+    """A step whose device values have not been read yet."""
+
+    step: int
+    epoch: int
+    time_unix: float
+    clock: StepClock
+    loss: Tensor
+    micro_losses: Sequence[float | Tensor]
+    norm: Tensor
+    skipped: Tensor
+    lr: float
+    samples: int | None = None
+    tokens: int | None = None
+    sample_ids: Sequence[Sequence[int]] = ()
+    fused: bool | None = None
+    fusion_reason: str | None = None
+    graph: bool | None = None
+    graph_reason: str | None = None
+    data: Mapping[str, float] = field(default_factory=dict)
+    mem: Mapping[str, float] = field(default_factory=dict)
+    comm: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_ms: float = 0.0
+    ops: int | None = None
+    op_cost_us: float | None = None
+    sync_count: int | None = None
+    sync_ms: float | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+class Recorder:
+    """Collects pending steps and hands complete records to listeners, in step order.
+
+    Args:
+        device: Device of the run.
+        rank: This process's rank.
+        gpu_util: Returns the GPU's utilisation (0 to 100) or None; asked at most once a second.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, *, gpu_util: Callable[[], float | None] | None = None
+    ) -> None:
+        self._device = device
+        self._rank = rank
+        self._gpu_util = gpu_util
+        self._pending: deque[PendingStep] = deque()
+        self._previous: StepClock | None = None
+        self._previous_end: float | None = None
+        self._checkpoint_ms = 0.0
+        self._probe: dict[str, float] = {}
+        self._util: tuple[float, float | None] = (0.0, None)
+        self.listeners: list[Listener] = []
+
+    def submit(self, pending: PendingStep) -> None:
+        """Take a finished step; write every step that the device has passed."""
+        pending.checkpoint_ms, self._checkpoint_ms = self._checkpoint_ms, 0.0
+        if self._probe:
+            pending.ops, pending.sync_count = int(self._probe["ops"]), int(self._probe["sync_count"])
+            pending.sync_ms, pending.op_cost_us = self._probe["sync_ms"], self._probe["op_cost_us"]
+            self._probe = {}
+        if self._device.type == "cuda":
+            pending.memory = {
+                "peak": torch.cuda.max_memory_allocated(self._device),
+                "reserved": torch.cuda.memory_reserved(self._device),
+                "retries": int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)),
+            }
+        self._pending.append(pending)
+        while self._pending and (len(self._pending) > MOST_UNREAD or self._pending[0].clock.passed()):
+            self._write(self._pending.popleft())
+
+    def note_checkpoint(self, ms: float) -> None:
+        """Add host time spent on a checkpoint at the step border; it stands in the next record."""
+        self._checkpoint_ms += ms
+
+    def note_probe(self, probe: Mapping[str, float]) -> None:
+        """Attach the counts of a probed step to its record."""
+        self._probe = dict(probe)
+
+    def flush(self) -> None:
+        """Write every pending step; waits for the device (checkpoint and end of the run only)."""
+        while self._pending:
+            self._write(self._pending.popleft())
+
+    def restart(self) -> None:
+        """Forget the end of the last step, after a pause that is not part of the next one."""
+        self._previous, self._previous_end = None, None
+
+    def _write(self, pending: PendingStep) -> None:
+        pending.clock.wait()
+        record = self._record(pending)
+        self._previous, self._previous_end = pending.clock, pending.clock.ended
+        for listener in self.listeners:
+            listener(record, pending.sample_ids)
+
+    def _record(self, pending: PendingStep) -> StepRecord:
+        clock = pending.clock
+        since = self._previous_end if self._previous_end is not None else clock.began
+        step_ms = clock.since_ms(self._previous) if self._previous is not None else clock.total_ms()
+        exposed = pending.comm.get("exposed_ms")
+        backward = clock.device_ms("backward")
+        forward = max(0.0, clock.device_ms("window") - backward)
+        finish = clock.device_ms("comm")
+        record = StepRecord(
+            step=pending.step,
+            epoch=pending.epoch,
+            rank=self._rank,
+            time_unix=pending.time_unix,
+            loss=float(pending.loss),
+            micro_losses=[float(value) for value in pending.micro_losses],
+            grad_norm=float(pending.norm),
+            lr=pending.lr,
+            samples=pending.samples,
+            tokens=pending.tokens,
+            step_ms=step_ms,
+            data_wait_ms=clock.stall_ms(),
+            h2d_ms=clock.device_ms("h2d"),
+            forward_ms=forward,
+            backward_ms=max(0.0, backward - (exposed or 0.0)),
+            comm_exposed_ms=None if exposed is None else exposed + finish,
+            comm_overlap=pending.comm.get("overlap"),
+            optimizer_ms=clock.device_ms("optimizer"),
+            checkpoint_ms=pending.checkpoint_ms,
+            gpu_util=self._utilisation(),
+            mem_peak_bytes=pending.memory.get("peak"),
+            mem_reserved_bytes=pending.memory.get("reserved"),
+            alloc_retries=pending.memory.get("retries"),
+            alloc_ms=pending.mem.get("alloc_ms"),
+            fused=pending.fused,
+            fusion_reason=pending.fusion_reason,
+            graph=pending.graph,
+            graph_reason=pending.graph_reason,
+            skipped=bool(pending.skipped.item()),
+            launch_ms=clock.host_ms("window") + clock.host_ms("optimizer"),
+            ops=pending.ops,
+            op_cost_us=pending.op_cost_us,
+            sync_count=pending.sync_count,
+            sync_ms=pending.sync_ms,
+            heartbeat=pending.comm.get("heartbeat_age_s"),
+            data={"host_wait_ms": clock.host_ms("data"), **pending.data},
+            mem=pending.mem,
+            comm=pending.comm,
+        )
+        wall_ms = 1e3 * (clock.ended - since)
+        _derive(record, wall_ms)
+        return record
+
+    def _utilisation(self) -> float | None:
+        if self._gpu_util is None:
+            return None
+        now = time.monotonic()
+        if now - self._util[0] >= 1.0:
+            self._util = (now, self._gpu_util())
+        return self._util[1]
+
+
+def _derive(record: StepRecord, wall_ms: float) -> None:
+    """Fill in rates and the part of the step that no phase explains."""
+    step_ms = record.step_ms or 0.0
+    explained = (
+        (record.data_wait_ms or 0.0)
+        + (record.h2d_ms or 0.0)
+        + (record.forward_ms or 0.0)
+        + (record.backward_ms or 0.0)
+        + (record.comm_exposed_ms or 0.0)
+        + (record.optimizer_ms or 0.0)
+        + (record.checkpoint_ms or 0.0)
+    )
+    record.host_gap_ms = max(0.0, step_ms - explained)
+    period = max(step_ms, wall_ms)
+    if period > 0:
+        record.samples_per_s = None if record.samples is None else 1e3 * record.samples / period
+        record.tokens_per_s_gpu = None if record.tokens is None else 1e3 * record.tokens / period

@@ -1,0 +1,11 @@
+"""Where step records go: always ``metrics.jsonl``; TensorBoard, W&B, Prometheus and the terminal on
+request.
+"""
+
+from __future__ import annotations
+
+from loongforge.sinks.base import Sink, build_sink
+from loongforge.sinks.jsonl import JsonlSink
+from loongforge.sinks.terminal import TerminalSink
+
+__all__ = ["JsonlSink", "Sink", "TerminalSink", "build_sink"]
