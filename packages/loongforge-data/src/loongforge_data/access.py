@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from loongforge_data.errors import DataError
+from loongforge_data.formats.columns import ObjectColumn
 from loongforge_data.formats.info import Feature
+from loongforge_data.modalities.depth import DepthUnit, depth_frame
 from loongforge_data.modalities.images import decode_image
+from loongforge_data.modalities.language import parse_language
+from loongforge_data.sources import AudioReader, SeriesReader
 from loongforge_data.windows import Window
 
 if TYPE_CHECKING:
@@ -29,12 +33,16 @@ def compile_readers(dataset: RobotDataset) -> tuple[ColumnReader, ...]:
         if key in rows.arrays:
             readers.append(_array_reader(key, rows.arrays[key], window))
         elif key in rows.objects:
-            getter = _getter(feature, rows.objects[key], dataset.image_size)
+            getter = _getter(feature, rows.objects[key], dataset.image_size, dataset.options.depth)
             readers.append(_object_reader(key, getter, window))
+        elif key in dataset.depth_cameras:
+            readers.append(_object_reader(key, _depth_getter(dataset, key), window))
         elif window is not None:
             readers.append(_mask_reader(key, window))
     if "task" not in dataset.features and dataset.tasks:
         readers.append(_task_reader(rows.arrays["task_index"], dataset.tasks))
+    readers += [AudioReader(dataset, key, source) for key, source in (dataset.options.audio or {}).items()]
+    readers += [SeriesReader(dataset, key, source) for key, source in (dataset.options.series or {}).items()]
     return tuple(readers)
 
 
@@ -66,11 +74,35 @@ def _array_reader(key: str, array: NDArray[np.generic], window: Window | None) -
 
 
 def _getter(
-    feature: Feature, column: pa.ChunkedArray, size: tuple[int, int] | None
+    feature: Feature, column: ObjectColumn, size: tuple[int, int] | None, depth: DepthUnit
 ) -> Callable[[int], object]:
     if feature.kind == "image":
-        return lambda row: decode_image(column[row].as_py(), feature, size=size)
-    return lambda row: column[row].as_py()
+
+        def image(row: int) -> object:
+            path, inside = column.place(row)
+            return decode_image(column[row], feature, size=size, depth=depth, path=path, row=inside)
+
+        return image
+    if feature.kind == "language":
+        return lambda row: parse_language(column[row], key=feature.key, row=row)
+    return lambda row: column[row]
+
+
+def _depth_getter(dataset: RobotDataset, key: str) -> Callable[[int], object]:
+    feature = dataset.features[key]
+
+    def depth(row: int) -> object:
+        episode = dataset.episode_of(row)
+        place = dataset.placement(episode.index, key)
+        index = place.first + row - dataset.episode_bounds(row)[0]
+        try:
+            with dataset.pool.checkout(place.path) as video:
+                frame = video.frame(index)
+                return depth_frame(frame, feature, size=dataset.image_size, unit=dataset.options.depth)
+        except DataError as error:
+            raise type(error)(error.message, path=place.path, episode=episode.index, row=row) from error
+
+    return depth
 
 
 def _object_reader(key: str, getter: Callable[[int], object], window: Window | None) -> ColumnReader:

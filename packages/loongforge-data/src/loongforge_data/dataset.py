@@ -13,20 +13,24 @@ from numpy.typing import NDArray
 from loongforge_data.access import ColumnReader, compile_readers
 from loongforge_data.errors import DataError
 from loongforge_data.fingerprint import fingerprint
-from loongforge_data.formats.episodes import EpisodeTable
+from loongforge_data.formats.episodes import Episode, EpisodeTable
 from loongforge_data.formats.info import DatasetInfo, Feature
 from loongforge_data.formats.modality import Modality, read_modality
 from loongforge_data.formats.placement import Placement
 from loongforge_data.formats.rows import Rows
 from loongforge_data.formats.statfiles import Stats, read_stats
+from loongforge_data.modalities.depth import DepthUnit
+from loongforge_data.modalities.series import SeriesSource
 from loongforge_data.opening import OnMismatch, Opened, Verify, open_files
-from loongforge_data.video import DecoderPool, VideoFile
-from loongforge_data.video.pixels import frame_array
+from loongforge_data.sources import AudioSource
+from loongforge_data.video import DecoderPool, VideoFile, video_index
+from loongforge_data.video.pixels import upright_rgb
 from loongforge_data.windows import Window, make_windows
 
 Sample = dict[str, object]
 ImageSize = tuple[int, int]
 _Text = TypeVar("_Text", bound=str)
+_NOTHING = np.zeros(0, np.uint8)
 
 
 class FrameRequest(NamedTuple):
@@ -81,7 +85,9 @@ class RobotDataset:
         self.features: Mapping[str, Feature] = opened.features
         self.episodes = EpisodeTable(opened.rows.episodes)
         self.tasks: Mapping[int, str] = opened.tasks
-        self.cameras: tuple[str, ...] = opened.cameras
+        depth = tuple(key for key in opened.cameras if opened.features[key].is_depth)
+        self.depth_cameras: tuple[str, ...] = depth
+        self.cameras: tuple[str, ...] = tuple(key for key in opened.cameras if key not in depth)
         self.notices: tuple[str, ...] = tuple(opened.notices)
         self.skipped: tuple[DataError, ...] = tuple(opened.skipped)
         self.options = options
@@ -92,9 +98,10 @@ class RobotDataset:
         self._length = int(self._starts[-1])
         self._placements = opened.placements
         self._index_videos()
-        self._readers: tuple[ColumnReader, ...] = compile_readers(self)
         self._sizes: dict[str, ImageSize] = {}
         self._pool: DecoderPool | None = None
+        self._modality: Modality | None = read_modality(self.root, self.features)
+        self._readers: tuple[ColumnReader, ...] = compile_readers(self)
         self._stats: Mapping[str, Stats] | None = None
         self._fingerprint: str | None = None
 
@@ -102,7 +109,7 @@ class RobotDataset:
         """Lay out paths and first frames per camera and episode for quick look-up."""
         self._video_paths: dict[str, list[str]] = {}
         self._video_firsts: dict[str, list[int]] = {}
-        for camera in self.cameras:
+        for camera in (*self.cameras, *self.depth_cameras):
             spans: list[Placement] = [self._placements[e.index, camera] for e in self.episodes]
             self._video_paths[camera] = [span.path for span in spans]
             self._video_firsts[camera] = [span.first for span in spans]
@@ -124,7 +131,14 @@ class RobotDataset:
     @property
     def modality(self) -> Modality | None:
         """The GR00T `meta/modality.json`, or None when the set has none."""
-        return read_modality(self.root, self.features)
+        return self._modality
+
+    @property
+    def pool(self) -> DecoderPool:
+        """Decoders of the reference path, opened on first use; safe across fork."""
+        if self._pool is None:
+            self._pool = DecoderPool()
+        return self._pool
 
     @property
     def stats(self) -> Mapping[str, Stats]:
@@ -154,6 +168,57 @@ class RobotDataset:
         """Return the samples [start, stop) of the episode that sample i belongs to."""
         episode = int(self._episode_of[self._checked(i)])
         return int(self._starts[episode]), int(self._starts[episode + 1])
+
+    def episode_of(self, i: int) -> Episode:
+        """Return the episode that sample i belongs to."""
+        return self.episodes[int(self._episode_of[self._checked(i)])]
+
+    def placement(self, episode: int, camera: str) -> Placement:
+        """Return the video file of an episode and camera, and the display index of its first frame there."""
+        return self._placements[episode, camera]
+
+    def block_starts(self) -> list[int]:
+        """Return the first sample of each run that starts on a key frame of the first camera.
+
+        Runs never cross an episode. Reads the frame table of every video file (about 5 us a frame, once).
+        """
+        starts = [int(s) for s in self._starts[:-1]]
+        if not self.cameras:
+            return starts
+        camera = self.cameras[0]
+        for position, base in enumerate(self._starts[:-1].tolist()):
+            index = video_index(self._video_paths[camera][position])
+            first = self._video_firsts[camera][position]
+            shown = index.display[index.keys] - first
+            inside = shown[(shown > 0) & (shown < int(self._starts[position + 1]) - base)]
+            starts += (inside + base).tolist()
+        return sorted(starts)
+
+    def text(self, i: int, key: str) -> str:
+        """Return the text of a language key: "task", "sub_task", or an annotation of `modality.json`.
+
+        Args:
+            i: Sample.
+            key: "task", an annotation key without the prefix ("human.task_description"), or a column that
+                holds indices into the task table.
+
+        Raises:
+            KeyError: There is no such column.
+        """
+        row = self._checked(i)
+        annotations = {} if self.modality is None else self.modality.annotation
+        column = "task_index" if key == "task" else annotations.get(key, key)
+        if column in self._rows.objects:
+            return str(self._rows.objects[column][row])
+        if column not in self._rows.arrays:
+            known = ["task", *annotations, *self._rows.arrays]
+            msg = f"no language key {key!r}; keys and columns: {', '.join(known)}"
+            raise KeyError(msg)
+        index = int(self._rows.arrays[column][row])
+        if index not in self.tasks:
+            msg = f"column {column!r} points to task {index}, which is not in the task table"
+            raise DataError(msg, row=row)
+        return self.tasks[index]
 
     def _checked(self, i: int) -> int:
         row = int(i)
@@ -226,17 +291,14 @@ class RobotDataset:
         """
         sample = self.tabular(i)
         requests = self.frame_requests(i)
-        if self._pool is None:
-            self._pool = DecoderPool()
-        wanted: dict[str, dict[int, NDArray[np.generic]]] = {}
+        wanted: dict[str, dict[int, NDArray[np.uint8]]] = {}
         for request in requests:
-            wanted.setdefault(request.path, {})[request.index] = np.zeros(0)
-        depth = {r.path: self.features[r.key] for r in requests}
+            wanted.setdefault(request.path, {})[request.index] = _NOTHING
         for path, frames in wanted.items():
             try:
-                with self._pool.checkout(path) as video:
-                    for index, frame in video.decode(frames):
-                        frames[index] = frame_array(frame, depth[path], size=self.image_size)
+                with self.pool.checkout(path) as video:
+                    for index, frame in video.decode(tuple(frames)):
+                        frames[index] = upright_rgb(frame, size=self.image_size)
             except DataError as error:
                 row = self._checked(i)
                 episode = self.episodes[int(self._episode_of[row])].index
@@ -270,6 +332,9 @@ class Options(NamedTuple):
     image_size: ImageSize | None
     on_mismatch: OnMismatch
     verify: Verify
+    depth: DepthUnit
+    audio: dict[str, AudioSource] | None
+    series: dict[str, SeriesSource] | None
 
 
 def open_dataset(
@@ -282,6 +347,9 @@ def open_dataset(
     image_size: ImageSize | None = None,
     on_mismatch: OnMismatch = "error",
     verify: Verify = "auto",
+    depth: DepthUnit = "metres",
+    audio: Mapping[str, AudioSource] | None = None,
+    series: Mapping[str, SeriesSource] | None = None,
 ) -> RobotDataset:
     """Open a LeRobot v2.0, v2.1, v3.0 or GR00T-flavoured data set directory.
 
@@ -298,6 +366,9 @@ def open_dataset(
             that have frames. What was left out is in `skipped`.
         verify: `paths` checks that files are there; `headers` also compares frame counts; `auto` is `headers`
             for up to 512 video files.
+        depth: Unit of depth maps: "metres" (float32) or "raw" (the stored codes).
+        audio: Sound windows to add, by the key they get in a sample.
+        series: Windows of time series at rates of their own to add, by the key they get in a sample.
 
     Raises:
         LayoutError: Not a data set, an unsupported version, or metadata that contradicts the files.
@@ -312,6 +383,9 @@ def open_dataset(
         image_size=_checked_size(image_size),
         on_mismatch=_one_of("on_mismatch", on_mismatch, ("error", "drop_tail", "skip_episode")),
         verify=_one_of("verify", verify, ("auto", "paths", "headers")),
+        depth=_one_of("depth", depth, ("metres", "raw")),
+        audio=None if audio is None else dict(audio),
+        series=None if series is None else dict(series),
     )
     opened = open_files(
         Path(root),

@@ -24,7 +24,7 @@ def fingerprint(dataset: RobotDataset) -> str:
     root = Path(dataset.root)
     files: set[str] = {episode.data_path for episode in dataset.episodes}
     for episode in dataset.episodes:
-        files |= {episode.videos[camera].path for camera in dataset.cameras}
+        files |= {episode.videos[camera].path for camera in (*dataset.cameras, *dataset.depth_cameras)}
     content = {
         "format": FORMAT,
         "version": dataset.info.version,
@@ -33,7 +33,13 @@ def fingerprint(dataset: RobotDataset) -> str:
         "episodes": [[episode.index, episode.length] for episode in dataset.episodes],
         "tasks": sorted(dataset.tasks.items()),
         "files": sorted([str(Path(path).relative_to(root)), file_state(path).size] for path in files),
-        "options": [dataset.options.window, dataset.cameras, dataset.options.columns, dataset.image_size],
+        "options": [
+            dataset.options.window,
+            dataset.cameras,
+            dataset.options.columns,
+            dataset.image_size,
+            dataset.options.depth,
+        ],
     }
     text = json.dumps(content, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from loongforge_data.errors import DataError, TableError
+from loongforge_data.formats.columns import ArrowColumn, FileColumn, ObjectColumn, join_columns
 from loongforge_data.formats.episodes import Episode
 from loongforge_data.formats.info import STANDARD, DatasetInfo, Feature
-from loongforge_data.formats.tables import read_table, to_numpy
+from loongforge_data.formats.tables import column_names, read_table, to_numpy
 
 Report = Callable[[DataError], None]
 """What to do with a problem: raise it, or keep it and go on."""
@@ -26,13 +26,13 @@ class Rows:
 
     Attributes:
         arrays: (rows, ...) array per numeric feature.
-        objects: Arrow column per text, language or image feature.
+        objects: Column per text, language or image feature; pictures stay in the files until they are read.
         starts: (episodes + 1,) int64, first row of each episode; the last entry is the row count.
         episodes: The episodes that are present, in order.
     """
 
     arrays: Mapping[str, NDArray[np.generic]]
-    objects: Mapping[str, pa.ChunkedArray]
+    objects: Mapping[str, ObjectColumn]
     starts: NDArray[np.int64]
     episodes: tuple[Episode, ...]
 
@@ -92,7 +92,7 @@ class _Part:
 
     path: str
     arrays: Mapping[str, NDArray[np.generic]]
-    objects: Mapping[str, pa.ChunkedArray]
+    objects: Mapping[str, ObjectColumn]
 
 
 def _about(error: DataError, episode: Episode) -> DataError:
@@ -102,21 +102,25 @@ def _about(error: DataError, episode: Episode) -> DataError:
 def _read_file(
     path: str, members: Sequence[Episode], features: Mapping[str, Feature], info: DatasetInfo
 ) -> _Part:
-    table = read_table(path, list(features))
+    pictures = [key for key, feature in features.items() if feature.kind == "image"]
+    table = read_table(path, [key for key in features if key not in pictures])
+    present = set(column_names(path))
     count = table.num_rows
     arrays: dict[str, NDArray[np.generic]] = {}
-    objects: dict[str, pa.ChunkedArray] = {}
+    objects: dict[str, ObjectColumn] = {}
     absent: list[str] = []
     for key, feature in features.items():
-        if key not in table.column_names:
+        if key not in present:
             absent.append(key)
         elif feature.kind == "array":
             arrays[key] = to_numpy(table[key], feature, path)
+        elif feature.kind == "image":
+            objects[key] = FileColumn.whole(path, key, count)
         else:
-            objects[key] = table[key]
+            objects[key] = ArrowColumn(table[key])
     declared = [key for key in absent if key not in STANDARD]
     if declared:
-        msg = f"declared features {declared} are not in the table; it has {table.column_names}"
+        msg = f"declared features {declared} are not in the table; it has {sorted(present)}"
         raise TableError(msg, path=path)
     _fill(arrays, absent, members, count, info, path)
     order = np.lexsort((arrays["frame_index"], arrays["episode_index"]))
@@ -175,14 +179,14 @@ def _collect(
     lengths = [last - first for _, _, first, last in kept]
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     arrays: dict[str, NDArray[np.generic]] = {}
-    objects: dict[str, pa.ChunkedArray] = {}
+    objects: dict[str, ObjectColumn] = {}
     for key, feature in features.items():
         if feature.kind == "array":
             pieces = [part.arrays[key][first:last] for _, part, first, last in kept]
             arrays[key] = _join(pieces, feature)
         else:
-            chunks = [part.objects[key].slice(first, last - first) for _, part, first, last in kept]
-            objects[key] = _join_objects(chunks)
+            pieces_of = [part.objects[key].take(np.arange(first, last)) for _, part, first, last in kept]
+            objects[key] = join_columns(pieces_of)
     if "index" in arrays and len(arrays["index"]) and int(arrays["index"].min()) < 0:
         arrays["index"] = np.arange(len(arrays["index"]), dtype=np.int64)
     return Rows(arrays=arrays, objects=objects, starts=starts, episodes=tuple(e for e, _, _, _ in kept))
@@ -219,8 +223,3 @@ def _join(pieces: Sequence[NDArray[np.generic]], feature: Feature) -> NDArray[np
         return np.ascontiguousarray(np.concatenate(pieces)) if len(pieces) > 1 else np.array(pieces[0])
     shape = (0,) if feature.shape in ((), (1,)) else (0, *feature.shape)
     return np.zeros(shape, feature.dtype)
-
-
-def _join_objects(chunks: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    arrays = [chunk for column in chunks for chunk in column.chunks]
-    return pa.chunked_array(arrays) if arrays else pa.chunked_array([], pa.string())

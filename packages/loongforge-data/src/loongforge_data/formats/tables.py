@@ -52,6 +52,12 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
             raise TableError(msg, path=path) from error
 
 
+def column_names(path: str | Path) -> tuple[str, ...]:
+    """Return the names of the columns of a parquet file; reads its footer only."""
+    with open_parquet(path) as file:
+        return tuple(file.schema_arrow.names)
+
+
 def to_numpy(column: pa.ChunkedArray, feature: Feature, path: str | Path) -> NDArray[np.generic]:
     """Turn a parquet column into an array of shape (rows, *feature.shape); shape (1,) gives (rows,).
 
