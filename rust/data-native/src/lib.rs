@@ -3,7 +3,9 @@
 #![deny(unsafe_op_in_unsafe_fn)]
 
 mod errors;
+mod lease;
 mod pixel;
+mod ring;
 
 use pyo3::prelude::*;
 
@@ -15,5 +17,11 @@ mod _core {
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
     #[pymodule_export]
-    use super::pixel::{FrameConverter, vector_kernels};
+    use super::pixel::{FrameConverter, checksum, vector_kernels};
+
+    #[pymodule_export]
+    use super::ring::Ring;
+
+    #[pymodule_export]
+    use super::lease::{Lease, SlotView};
 }

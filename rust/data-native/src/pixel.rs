@@ -173,3 +173,14 @@ pub fn vector_kernels() -> &'static str {
         "scalar"
     }
 }
+
+/// 64-bit checksum of a contiguous buffer.
+#[pyfunction]
+pub fn checksum(py: Python<'_>, data: PyBuffer<u8>) -> PyResult<u64> {
+    if !data.is_c_contiguous() {
+        return Err(PyValueError::new_err("the buffer must be contiguous"));
+    }
+    // SAFETY: the buffer is held during the call, contiguous, and `len_bytes` long.
+    let bytes = unsafe { slice::from_raw_parts(data.buf_ptr().cast::<u8>(), data.len_bytes()) };
+    Ok(py.detach(|| loongforge_ring::checksum::checksum(bytes)))
+}

@@ -69,6 +69,7 @@ pub enum Error {
 /// Shorthand for results of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
+#[cfg(not(loom))]
 pub(crate) fn argument(
     name: &'static str,
     actual: impl ToString,
