@@ -1,4 +1,17 @@
-//! Python binding of the pool core.
+//! Python binding of the pool: heaps with their steps, the process-wide allocator behind torch's hooks, and the
+//! comparison of policies on traces.
+
+mod cabi;
+mod devices;
+mod driver;
+mod global;
+mod host;
+mod oom;
+mod py_global;
+mod py_heap;
+mod py_sim;
+mod stats;
+
 use pyo3::prelude::*;
 
 /// Native part of `loongforge_mem`.
@@ -7,4 +20,17 @@ mod _core {
     /// Version of the native part.
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_export]
+    use super::host::HostArena;
+    #[pymodule_export]
+    use super::py_global::{
+        c_abi, configure, driver_error, global_begin_step, global_end_step, global_label,
+        global_phase, global_reset, global_set_plan, global_state, global_stats, global_trim,
+        host_register, host_unregister, set_check_fail, set_label, set_timing,
+    };
+    #[pymodule_export]
+    use super::py_heap::PyHeap;
+    #[pymodule_export]
+    use super::py_sim::{make_plan, merge_items, policies, simulate, trace_items, verify_plan};
 }

@@ -1,0 +1,107 @@
+"""Settings of the memory orchestrator."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+class Mode(str, enum.Enum):
+    """What the orchestrator may do."""
+
+    OFF = "off"
+    """Nothing: stock PyTorch."""
+    ADVISOR = "advisor"
+    """Watch, plan and report; change nothing."""
+    POOL = "pool"
+    """Persistent and Migratable tensors in a memory pool of their own; torch's statistics keep working."""
+    GLOBAL = "global"
+    """Every device tensor is placed by us; opt-in, decided before CUDA starts."""
+
+
+class Label(enum.IntEnum):
+    """How long a tensor lives and who may move it. The numbers are those of the native part."""
+
+    EPHEMERAL = 0
+    """Activations and temporaries: gone by the end of the step, placed by the plan."""
+    PERSISTENT = 1
+    """Weights and buffers: placed once, never moved."""
+    MIGRATABLE = 2
+    """Gradient and optimizer buffers: may move between device and host by phase."""
+
+    @classmethod
+    def parse(cls, value: str | Label) -> Label:
+        """Return the label named ``value``; raises ValueError for an unknown name."""
+        if isinstance(value, Label):
+            return value
+        try:
+            return cls[value.upper()]
+        except KeyError:
+            allowed = ", ".join(repr(x.name.lower()) for x in cls)
+            raise ValueError(f"label {value!r} is unknown; allowed: {allowed}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Settings of :class:`loongforge_mem.MemoryOrchestrator`.
+
+    Attributes:
+        mode: ``"advisor"`` (default), ``"pool"``, ``"global"`` or ``"off"``; see :class:`Mode`.
+        pool_gb: GiB reserved in one block at the start; ``None`` (default) grows on demand.
+        backend: where memory comes from. ``"auto"`` (default) is ``"cuda"`` where a GPU is usable and ``"host"``
+            elsewhere; ``"vmm"`` commits virtual memory chunk by chunk (no IPC, no NCCL registration).
+        grow_mb: smallest growth in MiB (default 256); 0 never grows beyond ``pool_gb``.
+        limit_gb: most GiB ever taken from the device; ``None`` (default) is no limit of our own.
+        watch_steps: steps whose tensors are traced one by one in Python (default 1 in mode advisor). A traced step is
+            several times slower than a normal one; later steps cost nothing.
+        plan: replay a profiled step (default True); False leaves run fit alone, for comparison.
+        timing: time every allocation and free of our allocator (default True, about 50 ns a call).
+    """
+
+    mode: Literal["advisor", "pool", "global", "off"] | Mode = "advisor"
+    pool_gb: float | None = None
+    backend: Literal["auto", "host", "cuda", "vmm"] = "auto"
+    grow_mb: int = 256
+    limit_gb: float | None = None
+    watch_steps: int = 1
+    plan: bool = True
+    timing: bool = True
+
+    def __post_init__(self) -> None:
+        allowed = [m.value for m in Mode]
+        mode = self.mode.value if isinstance(self.mode, Mode) else self.mode
+        if mode not in allowed:
+            raise ValueError(f"mode is {self.mode!r}; allowed: {allowed}")
+        object.__setattr__(self, "mode", Mode(mode))
+        if self.backend not in ("auto", "host", "cuda", "vmm"):
+            raise ValueError(f"backend is {self.backend!r}; allowed: 'auto', 'host', 'cuda', 'vmm'")
+        for name in ("pool_gb", "limit_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1 << 17:
+                raise ValueError(f"{name} is {value} GiB; allowed: above 0 up to 131072, or None")
+        if self.pool_gb is not None and self.limit_gb is not None and self.pool_gb > self.limit_gb:
+            raise ValueError(
+                f"pool_gb is {self.pool_gb} but limit_gb is {self.limit_gb}; raise limit_gb or lower pool_gb"
+            )
+        if not 0 <= self.grow_mb <= 1 << 20:
+            raise ValueError(f"grow_mb is {self.grow_mb} MiB; allowed: 0 (never grow) to 1048576")
+        if self.grow_mb == 0 and self.pool_gb is None:
+            raise ValueError("grow_mb is 0 and pool_gb is None, so there would be no memory; set one of them")
+        if self.watch_steps < 0:
+            raise ValueError(f"watch_steps is {self.watch_steps}; allowed: 0 or more")
+
+    @property
+    def initial_bytes(self) -> int:
+        """Bytes reserved at the start, a multiple of 2 MiB."""
+        if self.pool_gb is None:
+            return 0
+        return -(-int(self.pool_gb * GIB) // (2 * MIB)) * (2 * MIB)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Most bytes taken from the device, or None."""
+        return None if self.limit_gb is None else int(self.limit_gb * GIB)

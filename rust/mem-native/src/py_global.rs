@@ -1,0 +1,167 @@
+//! The process-wide allocator for Python.
+
+use std::sync::atomic::Ordering;
+
+use loongforge_pool::heap::Label;
+use pyo3::exceptions::{PyOSError, PyRuntimeError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::global::{self, GlobalConfig, TIMING};
+use crate::py_heap::{PlanParts, StateParts, heap_config, plan_from, source, state_parts};
+use crate::stats::{heap_stats, source_name, step_report, to_python};
+use crate::{cabi, driver, oom};
+
+fn none_yet(device: i32) -> PyErr {
+    PyRuntimeError::new_err(format!("no memory was allocated on device {device} yet"))
+}
+
+/// Addresses of the C functions by the name of the torch setter they belong to.
+#[pyfunction]
+pub fn c_abi(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let out = PyDict::new(py);
+    for (name, address) in cabi::table() {
+        out.set_item(name, address)?;
+    }
+    Ok(out)
+}
+
+/// Why the CUDA driver cannot be opened, or None when it can.
+#[pyfunction]
+pub fn driver_error() -> Option<String> {
+    driver::driver().err()
+}
+
+/// Configure the heaps of the process.
+#[pyfunction]
+#[pyo3(signature = (source_name, *, initial_bytes, grow_bytes, limit_bytes=None,
+                    slab_max=loongforge_pool::SLAB_MAX))]
+pub fn configure(
+    source_name: &str,
+    initial_bytes: u64,
+    grow_bytes: u64,
+    limit_bytes: Option<u64>,
+    slab_max: u64,
+) -> PyResult<()> {
+    let heap = heap_config(initial_bytes, grow_bytes, limit_bytes, slab_max);
+    global::configure(GlobalConfig {
+        source: source(source_name)?,
+        heap,
+    })
+    .map_err(PyOSError::new_err)
+}
+
+/// Tell where torch's error function is.
+#[pyfunction]
+pub fn set_check_fail(address: usize) {
+    oom::set_check_fail(address);
+}
+
+/// Time every call (about 50 ns a call) or none.
+#[pyfunction]
+pub fn set_timing(on: bool) {
+    TIMING.store(on, Ordering::Relaxed);
+}
+
+/// Set the label of this thread's allocations; returns the one before.
+#[pyfunction]
+pub fn set_label(label: usize) -> usize {
+    global::set_label(Label::from_index(label)) as usize
+}
+
+/// Label of this thread's allocations.
+#[pyfunction]
+pub fn global_label() -> usize {
+    global::label() as usize
+}
+
+/// Open a step on `stream` of `device`.
+#[pyfunction]
+pub fn global_begin_step(py: Python<'_>, device: i32, stream: u64) -> PyResult<&'static str> {
+    py.detach(|| {
+        let mut heap = global::heap(device).ok_or_else(|| none_yet(device))?;
+        heap.begin_step(stream).map(source_name).map_err(to_python)
+    })
+}
+
+/// Name the phase of the open step.
+#[pyfunction]
+pub fn global_phase(device: i32, name: &str) {
+    if let Some(mut heap) = global::existing(device) {
+        heap.phase(name);
+    }
+}
+
+/// Close the step.
+#[pyfunction]
+pub fn global_end_step(py: Python<'_>, device: i32) -> PyResult<Bound<'_, PyDict>> {
+    let report = py.detach(|| {
+        let mut heap = global::existing(device).ok_or_else(|| none_yet(device))?;
+        heap.end_step().map_err(to_python)
+    })?;
+    step_report(py, &report)
+}
+
+/// Figures of a device, or None before its first allocation.
+#[pyfunction]
+pub fn global_stats(py: Python<'_>, device: i32) -> PyResult<Option<Bound<'_, PyDict>>> {
+    global::existing(device)
+        .map(|heap| heap_stats(py, &heap))
+        .transpose()
+}
+
+/// Start peaks (and, with `totals`, running totals and times) again.
+#[pyfunction]
+#[pyo3(signature = (device, *, totals=false))]
+pub fn global_reset(device: i32, totals: bool) {
+    if let Some(mut heap) = global::existing(device) {
+        heap.reset_peaks();
+        if totals {
+            heap.reset_totals();
+        }
+    }
+}
+
+/// Give unused memory back to the device; returns the bytes.
+#[pyfunction]
+pub fn global_trim(py: Python<'_>, device: i32) -> u64 {
+    py.detach(|| global::existing(device).map_or(0, |mut heap| heap.trim()))
+}
+
+/// Use a plan from the next step on.
+#[pyfunction]
+pub fn global_set_plan(py: Python<'_>, device: i32, parts: PlanParts) -> PyResult<()> {
+    let (plan, marks) = plan_from(parts);
+    py.detach(|| {
+        let mut heap = global::heap(device).ok_or_else(|| none_yet(device))?;
+        heap.set_plan(plan, marks).map_err(to_python)
+    })
+}
+
+/// Position-independent state of a device's heap.
+#[pyfunction]
+pub fn global_state(device: i32) -> Option<StateParts> {
+    global::existing(device).map(|heap| state_parts(&heap))
+}
+
+/// Page-lock host memory for fast copies.
+#[pyfunction]
+pub fn host_register(py: Python<'_>, address: usize, bytes: usize) -> PyResult<()> {
+    py.detach(|| {
+        let d = driver::driver().map_err(PyOSError::new_err)?;
+        // SAFETY: the caller owns the range; 1: usable from every context.
+        let status = unsafe { (d.host_register)(address as *mut _, bytes, 1) };
+        driver::check("cuMemHostRegister", status).map_err(to_python)
+    })
+}
+
+/// Undo [`host_register`].
+#[pyfunction]
+pub fn host_unregister(address: usize) -> PyResult<()> {
+    let d = driver::driver().map_err(PyOSError::new_err)?;
+    // SAFETY: the range was registered before.
+    driver::check("cuMemHostUnregister", unsafe {
+        (d.host_unregister)(address as *mut _)
+    })
+    .map_err(to_python)
+}

@@ -1,0 +1,240 @@
+//! A heap of its own: host memory, or logical time for tests.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use loongforge_pool::device::FakeDevice;
+use loongforge_pool::heap::{Heap, HeapConfig, Label};
+use loongforge_pool::planner::Plan;
+use loongforge_pool::trace::Item;
+use pyo3::exceptions::{PyOSError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::global::{GlobalConfig, Source, make};
+use crate::stats::{heap_stats, source_name, step_report, to_python};
+
+/// Plan data as Python sees it: sizes, ends (-1: stays), offsets (-1: unplanned), bytes, phase marks.
+pub type PlanParts = (Vec<u64>, Vec<i64>, Vec<i64>, u64, Vec<(String, u32)>);
+/// Heap state: plan, free runs, live blocks, units.
+pub type StateParts = (
+    Option<PlanParts>,
+    Vec<(u32, u32)>,
+    Vec<(u64, u64, usize)>,
+    u32,
+);
+
+/// Build a heap configuration; `None` limit means none.
+pub fn heap_config(initial: u64, grow: u64, limit: Option<u64>, slab_max: u64) -> HeapConfig {
+    HeapConfig {
+        initial_bytes: initial,
+        grow_bytes: grow,
+        limit_bytes: limit.unwrap_or(u64::MAX),
+        slab_max,
+        ..HeapConfig::default()
+    }
+}
+
+/// Source by name.
+pub fn source(name: &str) -> PyResult<Source> {
+    match name {
+        "host" => Ok(Source::Host),
+        "cuda" => Ok(Source::Cuda),
+        "vmm" => Ok(Source::Vmm),
+        other => Err(PyValueError::new_err(format!(
+            "memory source {other:?} is unknown; allowed: 'host', 'cuda', 'vmm'"
+        ))),
+    }
+}
+
+/// A plan from its parts.
+pub fn plan_from(parts: PlanParts) -> (Plan, Vec<(String, u32)>) {
+    let (sizes, ends, offsets, high_water, marks) = parts;
+    let items = sizes
+        .into_iter()
+        .zip(ends)
+        .map(|(size, end)| Item {
+            size,
+            end: u32::try_from(end).unwrap_or(Item::STAYS),
+        })
+        .collect();
+    let offsets = offsets
+        .into_iter()
+        .map(|o| u64::try_from(o).unwrap_or(u64::MAX))
+        .collect();
+    (
+        Plan {
+            items,
+            offsets,
+            high_water,
+            order: "given",
+        },
+        marks,
+    )
+}
+
+/// The parts of a plan.
+pub fn plan_parts(plan: &Plan, marks: &[(String, u32)]) -> PlanParts {
+    (
+        plan.items.iter().map(|i| i.size).collect(),
+        plan.items
+            .iter()
+            .map(|i| if i.stays() { -1 } else { i64::from(i.end) })
+            .collect(),
+        plan.offsets
+            .iter()
+            .map(|&o| i64::try_from(o).unwrap_or(-1))
+            .collect(),
+        plan.high_water,
+        marks.to_vec(),
+    )
+}
+
+/// The state of a heap.
+pub fn state_parts(heap: &Heap) -> StateParts {
+    let s = heap.state();
+    (
+        s.plan.as_ref().map(|p| plan_parts(p, &s.marks)),
+        s.free_runs,
+        s.live,
+        s.capacity,
+    )
+}
+
+/// A heap that Python owns.
+#[pyclass(name = "Heap", module = "loongforge_mem._core", frozen)]
+pub struct PyHeap {
+    heap: Mutex<Heap>,
+}
+
+impl PyHeap {
+    fn lock(&self) -> MutexGuard<'_, Heap> {
+        self.heap.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl PyHeap {
+    #[new]
+    #[pyo3(signature = (source_name="host", *, initial_bytes=0, grow_bytes=256 << 20, limit_bytes=None,
+                        slab_max=loongforge_pool::SLAB_MAX, budget_bytes=None, contiguous=false, device=0))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        source_name: &str,
+        initial_bytes: u64,
+        grow_bytes: u64,
+        limit_bytes: Option<u64>,
+        slab_max: u64,
+        budget_bytes: Option<u64>,
+        contiguous: bool,
+        device: i32,
+    ) -> PyResult<Self> {
+        let config = heap_config(initial_bytes, grow_bytes, limit_bytes, slab_max);
+        let heap = if source_name == "fake" {
+            Heap::new(
+                Box::new(FakeDevice::new(budget_bytes.unwrap_or(1 << 40), contiguous)),
+                config,
+            )
+        } else {
+            make(
+                GlobalConfig {
+                    source: source(source_name)?,
+                    heap: config,
+                },
+                device,
+            )
+            .map_err(PyOSError::new_err)?
+        };
+        Ok(Self {
+            heap: Mutex::new(heap),
+        })
+    }
+
+    #[pyo3(signature = (size, stream=0, label=0))]
+    fn alloc(&self, size: u64, stream: u64, label: usize) -> PyResult<u64> {
+        let mut heap = self.lock();
+        heap.alloc(size, stream, Label::from_index(label))
+            .map_err(|error| match (&error, heap.last_oom()) {
+                (loongforge_pool::PoolError::OutOfMemory { .. }, Some(text)) => {
+                    pyo3::exceptions::PyMemoryError::new_err(text.to_owned())
+                }
+                _ => to_python(error),
+            })
+    }
+
+    fn free(&self, address: u64) -> PyResult<()> {
+        self.lock().free(address).map_err(to_python)
+    }
+
+    fn owns(&self, address: u64) -> bool {
+        self.lock().owns(address)
+    }
+
+    fn record_stream(&self, address: u64, stream: u64) -> PyResult<()> {
+        self.lock()
+            .record_stream(address, stream)
+            .map_err(to_python)
+    }
+
+    #[pyo3(signature = (stream=0))]
+    fn begin_step(&self, stream: u64) -> PyResult<&'static str> {
+        self.lock()
+            .begin_step(stream)
+            .map(source_name)
+            .map_err(to_python)
+    }
+
+    fn phase(&self, name: &str) {
+        self.lock().phase(name);
+    }
+
+    fn end_step<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        // Planning takes milliseconds: other Python threads go on meanwhile.
+        let report = py.detach(|| self.lock().end_step()).map_err(to_python)?;
+        step_report(py, &report)
+    }
+
+    fn set_plan(&self, py: Python<'_>, parts: PlanParts) -> PyResult<()> {
+        let (plan, marks) = plan_from(parts);
+        py.detach(|| self.lock().set_plan(plan, marks))
+            .map_err(to_python)
+    }
+
+    fn forget_plan(&self) -> PyResult<()> {
+        self.lock().forget_plan().map_err(to_python)
+    }
+
+    fn state(&self) -> StateParts {
+        state_parts(&self.lock())
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        heap_stats(py, &self.lock())
+    }
+
+    #[pyo3(signature = (*, totals=false))]
+    fn reset(&self, totals: bool) {
+        let mut heap = self.lock();
+        heap.reset_peaks();
+        if totals {
+            heap.reset_totals();
+        }
+    }
+
+    fn trim(&self, py: Python<'_>) -> u64 {
+        py.detach(|| self.lock().trim())
+    }
+
+    fn begin_capture(&self, first: u64, second: u64) -> PyResult<()> {
+        self.lock()
+            .begin_capture((first, second))
+            .map_err(to_python)
+    }
+
+    fn end_capture(&self, first: u64, second: u64) -> PyResult<()> {
+        self.lock().end_capture((first, second)).map_err(to_python)
+    }
+
+    fn release_pool(&self, first: u64, second: u64) -> PyResult<()> {
+        self.lock().release_pool((first, second)).map_err(to_python)
+    }
+}

@@ -1,0 +1,118 @@
+//! Statistics as flat dictionaries.
+
+use loongforge_pool::error::PoolError;
+use loongforge_pool::heap::{Heap, LABEL_NAMES, StepReport, StepSource};
+use loongforge_pool::replay::MISS_NAMES;
+use loongforge_pool::stats::{Gauge, Histogram};
+use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// The one place where errors of the core become Python exceptions.
+pub fn to_python(error: PoolError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        PoolError::OutOfMemory { .. } => PyMemoryError::new_err(text),
+        PoolError::UnknownBlock { .. } => PyKeyError::new_err(text),
+        PoolError::BadSize { .. } | PoolError::BadTrace { .. } | PoolError::BadPlan { .. } => {
+            PyValueError::new_err(text)
+        }
+        PoolError::BadStep { .. } => PyRuntimeError::new_err(text),
+        PoolError::Device { .. } => PyOSError::new_err(text),
+    }
+}
+
+fn gauge(out: &Bound<'_, PyDict>, name: &str, gauge: Gauge) -> PyResult<()> {
+    out.set_item(format!("{name}.current"), gauge.current)?;
+    out.set_item(format!("{name}.peak"), gauge.peak)?;
+    out.set_item(format!("{name}.allocated"), gauge.allocated)?;
+    out.set_item(format!("{name}.freed"), gauge.freed)
+}
+
+fn times(out: &Bound<'_, PyDict>, name: &str, h: &Histogram) -> PyResult<()> {
+    out.set_item(format!("{name}.calls"), h.count())?;
+    out.set_item(format!("{name}.total_ns"), h.total_ns())?;
+    out.set_item(format!("{name}.max_ns"), h.max_ns())?;
+    for (label, q) in [("p50_ns", 0.5), ("p99_ns", 0.99), ("p999_ns", 0.999)] {
+        out.set_item(format!("{name}.{label}"), h.quantile(q))?;
+    }
+    out.set_item(format!("{name}.within_10us"), h.fraction_within(10_000))
+}
+
+/// All figures of a heap.
+pub fn heap_stats<'py>(py: Python<'py>, heap: &Heap) -> PyResult<Bound<'py, PyDict>> {
+    let s = heap.stats();
+    let out = PyDict::new(py);
+    for (name, value) in LABEL_NAMES.iter().zip(s.labels) {
+        gauge(&out, &format!("{name}_bytes"), value)?;
+    }
+    gauge(&out, "allocations", s.requests)?;
+    gauge(&out, "requested_bytes", s.requested)?;
+    gauge(&out, "granted_bytes", s.granted)?;
+    gauge(&out, "reserved_bytes", s.reserved)?;
+    gauge(&out, "touched_bytes", s.touched)?;
+    let c = s.counters;
+    for (name, value) in [
+        ("free_bytes", s.free),
+        ("largest_free_bytes", s.largest_free),
+        ("waiting_blocks", s.waiting),
+        ("graph_bytes", s.graph_bytes),
+        ("graph_pools", s.graph_pools),
+        ("streams", s.streams),
+        ("plan_bytes", s.plan_bytes),
+        ("planned_hits", s.replay.hits),
+        ("device_allocs", c.device_allocs),
+        ("device_frees", c.device_frees),
+        ("device_commits", c.commits),
+        ("stream_transfers", c.transfers),
+        ("deferred_frees", c.deferred_frees),
+        ("unknown_frees", c.unknown_frees),
+        ("ooms", c.ooms),
+        ("plans", c.plans),
+        ("dissolved_plans", c.dissolved),
+        ("synchronizations", c.synchronizations),
+        ("stale_captures", c.stale_captures),
+    ] {
+        out.set_item(name, value)?;
+    }
+    for (name, value) in MISS_NAMES.iter().zip(s.replay.misses) {
+        out.set_item(format!("misses.{name}"), value)?;
+    }
+    out.set_item("internal_waste", s.internal)?;
+    out.set_item("reserve_overhead", s.reserve)?;
+    out.set_item("external_fragmentation", s.external)?;
+    times(&out, "alloc", &heap.alloc_time)?;
+    times(&out, "free", &heap.free_time)?;
+    out.set_item("last_oom", heap.last_oom())?;
+    Ok(out)
+}
+
+/// Name of a step source.
+pub fn source_name(source: StepSource) -> &'static str {
+    match source {
+        StepSource::Profiled => "profiled",
+        StepSource::Replayed => "replayed",
+        StepSource::Dissolved => "dissolved",
+        StepSource::NoRegion => "no_region",
+    }
+}
+
+/// A step report as a dictionary.
+pub fn step_report<'py>(py: Python<'py>, report: &StepReport) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("step", report.serial)?;
+    out.set_item("source", source_name(report.source))?;
+    out.set_item("allocations", report.allocs)?;
+    out.set_item("planned_hits", report.hits)?;
+    out.set_item("peak_requested_bytes", report.peak_requested)?;
+    out.set_item("survivors", report.survivors)?;
+    out.set_item("planned", report.planned)?;
+    out.set_item("plan_bytes", report.plan_bytes)?;
+    out.set_item("device_calls", report.device_calls)?;
+    let misses = PyDict::new(py);
+    for (name, value) in MISS_NAMES.iter().zip(report.misses) {
+        misses.set_item(name, value)?;
+    }
+    out.set_item("misses", misses)?;
+    Ok(out)
+}

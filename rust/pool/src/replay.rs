@@ -1,0 +1,267 @@
+//! Guarded replay of a plan by allocation index.
+//!
+//! A planned hit is O(1): the index names the slot, and a slot is free when its direct predecessors (the planned
+//! blocks that lay last on any of its bytes) are gone. That is exact as long as every earlier block of the step was
+//! served from its slot. After the first block that was not, the live slots are kept in an ordered map and every
+//! later hit of the step is checked against it, which is exact without any assumption.
+
+use std::collections::BTreeMap;
+
+use crate::error::Result;
+use crate::planner::{Plan, UNPLANNED, verify};
+
+/// Why an allocation was not served from its slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Miss {
+    /// More allocations than the plan knows.
+    BeyondEnd = 0,
+    /// The block at this index stays, so it has no slot.
+    Unplanned = 1,
+    /// The request is larger than the planned size.
+    Larger = 2,
+    /// The slot still holds a live block.
+    Busy = 3,
+    /// Another stream than the profiled one.
+    Stream = 4,
+}
+
+/// Number of [`Miss`] reasons.
+pub const MISSES: usize = 5;
+/// Names of the reasons, in order.
+pub const MISS_NAMES: [&str; MISSES] = ["beyond_end", "unplanned", "larger", "busy", "stream"];
+
+/// Counters of a replay.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReplayCounters {
+    /// Planned hits.
+    pub hits: u64,
+    /// Misses by reason.
+    pub misses: [u64; MISSES],
+}
+
+/// A plan in use.
+#[derive(Debug, Clone)]
+pub struct Replay {
+    plan: Plan,
+    /// Direct predecessors of item i: `edges[starts[i]..starts[i + 1]]`.
+    starts: Vec<u32>,
+    edges: Vec<u32>,
+    live: Vec<bool>,
+    live_count: u32,
+    next: u32,
+    /// Live slots by offset, kept only after a block was not served from its slot.
+    exact: Option<BTreeMap<u64, (u64, u32)>>,
+    /// Counters since the plan was made.
+    pub counters: ReplayCounters,
+}
+
+impl Replay {
+    /// Check `plan` and prepare its guards.
+    pub fn new(plan: Plan) -> Result<Self> {
+        verify(&plan)?;
+        let (starts, edges) = predecessors(&plan);
+        let count = plan.items.len();
+        Ok(Self {
+            plan,
+            starts,
+            edges,
+            live: vec![false; count],
+            live_count: 0,
+            next: 0,
+            exact: None,
+            counters: ReplayCounters::default(),
+        })
+    }
+
+    /// The plan.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Slots that hold a live block.
+    pub fn live_count(&self) -> u32 {
+        self.live_count
+    }
+
+    /// Live slots as (index, offset, planned size).
+    pub fn live_slots(&self) -> Vec<(u32, u64, u64)> {
+        (0..self.live.len())
+            .filter(|&i| self.live[i])
+            .map(|i| (i as u32, self.plan.offsets[i], self.plan.items[i].size))
+            .collect()
+    }
+
+    /// Start a step at index 0. Blocks that survived the last step keep their slots and are guarded exactly.
+    pub fn begin(&mut self) {
+        self.next = 0;
+        self.exact = None;
+        if self.live_count > 0 {
+            self.enter_exact();
+        }
+    }
+
+    /// Serve the next allocation: its index and byte offset, or why not. `same_stream` is whether it comes from the
+    /// profiled stream.
+    pub fn take(&mut self, size: u64) -> std::result::Result<(u32, u64), Miss> {
+        let index = self.next;
+        self.next += 1;
+        let outcome = self.check(index, size);
+        match outcome {
+            Ok(offset) => {
+                self.live[index as usize] = true;
+                self.live_count += 1;
+                self.counters.hits += 1;
+                if let Some(map) = &mut self.exact {
+                    map.insert(
+                        offset,
+                        (offset + self.plan.items[index as usize].size, index),
+                    );
+                }
+                Ok((index, offset))
+            }
+            Err(miss) => {
+                self.counters.misses[miss as usize] += 1;
+                if self.exact.is_none() && matches!(miss, Miss::Larger | Miss::Busy) {
+                    self.enter_exact();
+                }
+                Err(miss)
+            }
+        }
+    }
+
+    /// Continue at `index`. Blocks that were skipped or are asked for again make every later hit checked exactly.
+    pub fn seek(&mut self, index: u32) {
+        if index != self.next {
+            self.next = index;
+            if self.exact.is_none() {
+                self.enter_exact();
+            }
+        }
+    }
+
+    /// Give a slot back.
+    pub fn give(&mut self, index: u32) {
+        let slot = &mut self.live[index as usize];
+        if std::mem::replace(slot, false) {
+            self.live_count -= 1;
+            if let Some(map) = &mut self.exact {
+                map.remove(&self.plan.offsets[index as usize]);
+            }
+        }
+    }
+
+    fn check(&self, index: u32, size: u64) -> std::result::Result<u64, Miss> {
+        let i = index as usize;
+        let Some(item) = self.plan.items.get(i) else {
+            return Err(Miss::BeyondEnd);
+        };
+        let offset = self.plan.offsets[i];
+        if offset == UNPLANNED {
+            return Err(Miss::Unplanned);
+        }
+        if size > item.size {
+            return Err(Miss::Larger);
+        }
+        let free = if let Some(map) = &self.exact {
+            map.range(..offset + item.size)
+                .next_back()
+                .is_none_or(|(_, &(end, _))| end <= offset)
+        } else {
+            let before = &self.edges[self.starts[i] as usize..self.starts[i + 1] as usize];
+            !self.live[i] && before.iter().all(|&b| !self.live[b as usize])
+        };
+        if free { Ok(offset) } else { Err(Miss::Busy) }
+    }
+
+    fn enter_exact(&mut self) {
+        self.exact = Some(
+            self.live_slots()
+                .into_iter()
+                .map(|(index, offset, size)| (offset, (offset + size, index)))
+                .collect(),
+        );
+    }
+}
+
+/// For every item, the planned items that lay last on any of its bytes. Each item covers a range of an interval map
+/// and replaces what it covers, so the total is at most three per item.
+fn predecessors(plan: &Plan) -> (Vec<u32>, Vec<u32>) {
+    let mut cover: BTreeMap<u64, (u64, u32)> = BTreeMap::new();
+    let mut starts = Vec::with_capacity(plan.items.len() + 1);
+    let mut edges = Vec::new();
+    starts.push(0);
+    for (index, item) in plan.items.iter().enumerate() {
+        let offset = plan.offsets[index];
+        if offset != UNPLANNED {
+            let end = offset + item.size.max(1);
+            let covered: Vec<(u64, (u64, u32))> = cover
+                .range(..end)
+                .rev()
+                .take_while(|&(_, &(other_end, _))| other_end > offset)
+                .map(|(&s, &v)| (s, v))
+                .collect();
+            for (start, (other_end, other)) in covered {
+                edges.push(other);
+                cover.remove(&start);
+                if start < offset {
+                    cover.insert(start, (offset, other));
+                }
+                if other_end > end {
+                    cover.insert(end, (other_end, other));
+                }
+            }
+            cover.insert(offset, (end, index as u32));
+        }
+        starts.push(edges.len() as u32);
+    }
+    (starts, edges)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::planner::plan;
+    use crate::trace::Item;
+
+    fn replay() -> Replay {
+        // 0 and 2 share bytes, 1 lives through all of it.
+        let items = [
+            Item { size: 4096, end: 2 },
+            Item { size: 8192, end: 4 },
+            Item { size: 4096, end: 4 },
+            Item { size: 512, end: 4 },
+        ];
+        Replay::new(plan(&items).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_step_like_the_profiled_one_is_all_hits() {
+        let mut replay = replay();
+        for _ in 0..3 {
+            replay.begin();
+            let (a, _) = replay.take(4096).unwrap();
+            let (b, _) = replay.take(8000).unwrap();
+            replay.give(a);
+            let (c, _) = replay.take(4096).unwrap();
+            let (d, _) = replay.take(512).unwrap();
+            for index in [b, c, d] {
+                replay.give(index);
+            }
+        }
+        assert_eq!(replay.counters.hits, 12);
+        assert_eq!(replay.counters.misses, [0; MISSES]);
+    }
+
+    #[test]
+    fn a_late_free_makes_the_slot_busy_and_a_larger_request_is_refused() {
+        let mut replay = replay();
+        replay.begin();
+        let (a, _) = replay.take(4096).unwrap();
+        replay.take(8192).unwrap();
+        assert_eq!(replay.take(4096), Err(Miss::Busy), "item 0 was not freed");
+        replay.give(a);
+        assert_eq!(replay.take(9999), Err(Miss::Larger));
+        assert_eq!(replay.take(1), Err(Miss::BeyondEnd));
+    }
+}
