@@ -31,6 +31,9 @@ fi
 [ -n "$python" ] || fail "no CPython 3.11, 3.12 or 3.13 on PATH; install one (Debian: apt-get install python3 python3-venv)"
 export UV_PYTHON="$python"
 
+# Companies that inspect TLS put their own root certificate into the system store: use that store where it exists.
+[ -e /etc/ssl/certs/ca-certificates.crt ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"
+
 if command -v uv >/dev/null 2>&1; then
     uv=uv
 else
