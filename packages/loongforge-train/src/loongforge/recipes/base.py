@@ -40,6 +40,11 @@ class Recipe(Protocol, Generic[O]):
         ...
 
     @property
+    def training(self) -> Mapping[str, object]:
+        """Suggested settings of the run, by their names in the run's configuration."""
+        ...
+
+    @property
     def default_options(self) -> O:
         """Options as the recipe defines them."""
         ...
@@ -60,8 +65,13 @@ class Recipe(Protocol, Generic[O]):
         """Return the function from samples to a model batch on the host."""
         ...
 
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-        """Return optimizer groups of the trainable parameters, with and without weight decay."""
+    def param_groups(
+        self, model: nn.Module, weight_decay: float, *, learning_rate: float | None = None
+    ) -> list[dict[str, object]]:
+        """Return optimizer groups of the trainable parameters, with and without weight decay.
+
+        ``learning_rate`` is the highest of the run; None means the recipe's own.
+        """
         ...
 
 

@@ -82,7 +82,7 @@ def _build(name: str, family: str, layers: list[Mapping[str, object]]) -> Recipe
     description = str(layers[-1].get("description", ""))
     training: dict[str, object] = {}
     for layer in layers:
-        training.update(_table(layer, "training", name))
+        training = _merged(training, _table(layer, "training", name))
     recipe: Recipe
     if family == "gr00t_n1_6":
         from loongforge.recipes.gr00t_n1_6.recipe import GrootOptions, GrootRecipe
@@ -95,6 +95,15 @@ def _build(name: str, family: str, layers: list[Mapping[str, object]]) -> Recipe
         msg = f"recipe '{name}' names no known family, got '{family}'; allowed are gr00t_n1_6, multimodal"
         raise ConfigError(msg)
     return recipe
+
+
+def _merged(base: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
+    result = dict(base)
+    for name, value in more.items():
+        known = result.get(name)
+        nested = isinstance(value, Mapping) and isinstance(known, Mapping)
+        result[name] = _merged(known, value) if nested else value  # type: ignore[arg-type]
+    return result
 
 
 def _table(layer: Mapping[str, object], key: str, name: str) -> Mapping[str, object]:

@@ -94,7 +94,8 @@ def layout_tokens(
             raise ValueError(msg)
     widest_image = max(map(len, images))
     # The text side takes what a full row leaves beside the images, so its width is fixed when L is.
-    widest_text = max(max(map(len, texts)), length - widest_image)
+    # Whole groups of eight keep the attention bias aligned for the fast kernels.
+    widest_text = -(-max(max(map(len, texts)), length - widest_image) // 8) * 8
     same = all(len(image) == widest_image for image in images)
     image_index, image_valid = _pad_index(images, widest_image)
     text_index, text_valid = _pad_index(texts, widest_text)

@@ -14,8 +14,8 @@ from loongforge.recipes.gr00t_n1_6.config import GrootConfig, WorkConfig
 from loongforge.recipes.gr00t_n1_6.connector import connector_mlp, pixel_unshuffle
 from loongforge.recipes.gr00t_n1_6.dit import CrossMemory, key_bias
 from loongforge.recipes.gr00t_n1_6.draws import Generators, draw_flow
-from loongforge.recipes.gr00t_n1_6.heads import ActionHead
-from loongforge.recipes.gr00t_n1_6.language import Decoder, LanguageModel
+from loongforge.recipes.gr00t_n1_6.heads import ActionHead, Slot
+from loongforge.recipes.gr00t_n1_6.language import LanguageModel
 from loongforge.recipes.gr00t_n1_6.layers import at_dtype_of, is_low_precision
 from loongforge.recipes.gr00t_n1_6.layout import canonical_batch
 from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions, plan_decoded, prepare_images
@@ -56,7 +56,7 @@ class VisionLanguage(nn.Module):
 
     def embed(self, batch: Batch) -> Tensor:
         """Embed tokens and put the image rows in place: (B, L, D)."""
-        decoder = cast(Decoder, self.language_model.model)
+        decoder = self.language_model.model
         x = decoder.embed_tokens(tensor(batch, "input_ids"))
         pixels = batch.get("pixel_values")
         if isinstance(pixels, Tensor):
@@ -115,7 +115,7 @@ class Backbone(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the decoder's normed features (B, L, D); rows at padding hold nothing useful."""
         config, work = self.config, self.config.work
-        decoder = cast(Decoder, self.model.language_model.model)
+        decoder = self.model.language_model.model
         layers, first = list(decoder.layers), config.first_trainable_layer
         with self._frozen(
             decoder.embed_tokens.weight, frozen=not config.tune.visual and not config.tune.language
@@ -175,7 +175,7 @@ class GrootModel(nn.Module):
         self.image_options = image_options or ImageOptions()
         self.backbone = Backbone(config)
         self.action_head = ActionHead(config)
-        self.live_slots: tuple[int, ...] | None = None
+        self.single_slot: int | None = None
         set_trainable(self, config)
 
     @property
@@ -250,16 +250,11 @@ class GrootModel(nn.Module):
             ),
         )
 
-    def slots(self, batch: Batch) -> Tensor | None:
-        """Return the slot of each sample, or None when only one slot is live (no look-up on the device)."""
-        if self.live_slots is None:
-            return tensor(batch, "embodiment_id")
-        if len(self.live_slots) == 1:
-            return None
-        table = torch.tensor(self.live_slots, device=tensor(batch, "embodiment_id").device)
-        return torch.searchsorted(table, tensor(batch, "embodiment_id"))
+    def slots(self, batch: Batch) -> Slot:
+        """Return the slot of each sample (B,), or the one slot that holds for all of them."""
+        return tensor(batch, "embodiment_id") if self.single_slot is None else self.single_slot
 
-    def encode_state(self, batch: Batch, slot: Tensor | None) -> Tensor:
+    def encode_state(self, batch: Batch, slot: Slot) -> Tensor:
         """Return the state token (B, 1, D), with the drawn dropout and noise where configured."""
         head = self.action_head
         token = head.state_encoder(at_dtype_of(tensor(batch, "state"), head.state_encoder.layer1.W), slot)
@@ -275,7 +270,7 @@ class GrootModel(nn.Module):
         state_token: Tensor,
         noisy: Tensor,
         buckets: Tensor,
-        slot: Tensor | None,
+        slot: Slot,
         memories: tuple[CrossMemory, CrossMemory],
     ) -> Tensor:
         """Predict the velocity (B, T, A) of noisy actions at integer flow times (B,)."""
@@ -352,7 +347,7 @@ def set_trainable(model: GrootModel, config: GrootConfig) -> None:
     if tune.visual:
         vl.vision_model.requires_grad_(True)
         vl.mlp1.requires_grad_(True)
-    decoder = cast(Decoder, vl.language_model.model)
+    decoder = vl.language_model.model
     for layer in list(decoder.layers)[config.language.layers - tune.top_language_layers :]:
         layer.requires_grad_(True)
     head.requires_grad_(False)

@@ -22,6 +22,7 @@ from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
     Features,
     ModalityLike,
     resolve_embodiment,
+    slot_of,
 )
 from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions
 from loongforge.recipes.gr00t_n1_6.processing.normalise import StateActionProcessor, Statistics
@@ -30,6 +31,13 @@ from loongforge.recipes.gr00t_n1_6.processing.text import (
     FolderTokenizer,
     PromptBuilder,
     PromptTokenizer,
+)
+from loongforge.recipes.gr00t_n1_6.slots import (
+    DECAY_BOUND,
+    SlotDecision,
+    decide_slots,
+    has_live_slots_only,
+    use_single_slot,
 )
 from loongforge.recipes.settings import updated
 
@@ -52,7 +60,8 @@ class GrootOptions:
         pad_multiple: Rounding of the row length, tokens.
         frozen_dtype: Storage of parameters that do not train; trainable ones are float32.
         formalise_language: Lower-case the instruction and drop punctuation.
-        augment: Augment images in training.
+        live_slots: ``auto`` leaves unused embodiment slots out of communication and optimizer where that
+            changes nothing; ``off`` keeps all of them.
     """
 
     config: GrootConfig = field(default_factory=GrootConfig)
@@ -64,6 +73,7 @@ class GrootOptions:
     pad_multiple: int = 8
     frozen_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     formalise_language: bool = True
+    live_slots: Literal["auto", "off"] = "auto"
 
 
 class GrootRecipe:
@@ -93,10 +103,41 @@ class GrootRecipe:
         model.image_options = options.image
         fill = random_fill(seed, options.config)
         materialise(model, device, frozen_dtype=_DTYPES[options.frozen_dtype], fill=fill)
+        use_single_slot(
+            model,
+            slot_of(options.embodiment, options.config.head.max_embodiments),
+            live_only=self.slot_decision(options).live,
+        )
         return model.train()
 
-    def param_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-        """Return the groups of the public recipe: biases and norms are not decayed, category ``b`` is."""
+    def slot_decision(self, options: GrootOptions) -> SlotDecision:
+        """Tell whether unused embodiment slots can be left out, judged by the recipe's training settings."""
+        return decide_slots(
+            embodiments=1,
+            learning_rate=_number(self.training.get("learning_rate"), 1e-4),
+            weight_decay=_number(self.training.get("weight_decay"), 1e-5),
+            enabled=options.live_slots == "auto",
+        )
+
+    def param_groups(
+        self, model: nn.Module, weight_decay: float, *, learning_rate: float | None = None
+    ) -> list[dict[str, object]]:
+        """Return the groups of the public recipe: biases and norms are not decayed, category ``b`` is.
+
+        Raises:
+            ConfigError: The model left unused slots out, and ``weight_decay`` times ``learning_rate``
+                (default: the recipe's) would have changed them.
+        """
+        rate = learning_rate or _number(self.training.get("learning_rate"), 1e-4)
+        if isinstance(model, GrootModel) and has_live_slots_only(model) and rate * weight_decay > DECAY_BOUND:
+            msg = (
+                f"learning_rate {rate} times weight_decay {weight_decay} exceeds "
+                f"{DECAY_BOUND:.1e}, so weight "
+                "weight decay would change the embodiment slots that this model leaves out; set "
+                "the recipe option "
+                "live_slots to 'off', or lower one of them"
+            )
+            raise ConfigError(msg)
         return decay_groups(model.named_parameters(), weight_decay, decays)
 
     # ---- data --------------------------------------------------------------------------------------------
@@ -104,7 +145,7 @@ class GrootRecipe:
         self, root: str, options: GrootOptions, *, episodes: Sequence[int] | None = None
     ) -> SampleSource:
         """Open a LeRobot data set with action windows and images decoded at the pipeline's size."""
-        from loongforge_data.dataset import open_dataset
+        from loongforge_data import open_dataset
 
         probe = open_dataset(root)
         robot = self.embodiment(probe, options)
@@ -175,6 +216,10 @@ class GrootRecipe:
             )
             raise ConfigError(msg)
         return stand_in
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
 
 
 def decays(name: str) -> bool:

@@ -166,6 +166,21 @@ class Embodiment:
         return tuple(dict.fromkeys(key.column for key in self.action))
 
 
+def slot_of(config: EmbodimentConfig, slots: int, known_slots: Mapping[str, int] = EMBODIMENT_IDS) -> int:
+    """Return the slot of a robot among ``slots``; ConfigError where it has none."""
+    slot = config.slot if config.slot is not None else known_slots.get(config.tag)
+    if slot is None:
+        msg = (
+            f"embodiment tag '{config.tag}' has no known slot; known are {', '.join(sorted(known_slots))}. "
+            "Use tag 'new_embodiment' or give embodiment.slot"
+        )
+        raise ConfigError(msg)
+    if not 0 <= slot < slots:
+        msg = f"embodiment.slot {slot} is outside the model's slots 0..{slots - 1}; choose embodiment.slot"
+        raise ConfigError(msg)
+    return slot
+
+
 def resolve_embodiment(
     config: EmbodimentConfig,
     features: Features,
@@ -186,19 +201,9 @@ def resolve_embodiment(
     Raises:
         ConfigError: A view, key or tag that the data set or the model does not have.
     """
-    slot = config.slot if config.slot is not None else known_slots.get(config.tag)
-    if slot is None:
-        msg = (
-            f"embodiment tag '{config.tag}' has no known slot; known are {', '.join(sorted(known_slots))}. "
-            "Use tag 'new_embodiment' or give embodiment.slot"
-        )
-        raise ConfigError(msg)
-    if not 0 <= slot < slots:
-        msg = f"embodiment.slot {slot} is outside the model's slots 0..{slots - 1}; choose embodiment.slot"
-        raise ConfigError(msg)
     return Embodiment(
         tag=config.tag,
-        slot=slot,
+        slot=slot_of(config, slots, known_slots),
         views=_views(config.views, features, {} if modality is None else modality.video),
         state=_keys(config, "state", features, {} if modality is None else modality.state),
         action=_keys(config, "action", features, {} if modality is None else modality.action),

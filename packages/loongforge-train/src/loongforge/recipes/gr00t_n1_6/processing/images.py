@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -170,14 +171,14 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _grey(x: Tensor) -> Tensor:
-    weights = torch.tensor((0.299, 0.587, 0.114), device=x.device)
-    return (x * weights[:, None, None]).sum(dim=-3, keepdim=True)
+    red, green, blue = torch.split(x, 1, dim=-3)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
 
 
 def _shift_hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue of RGB (…, 3, H, W) in [0, 1] through the HSV hexagon."""
     high, low = x.amax(dim=-3, keepdim=True), x.amin(dim=-3, keepdim=True)
-    red, green, blue = x.split(1, dim=-3)
+    red, green, blue = torch.split(x, 1, dim=-3)
     spread = high - low
     safe = torch.where(spread == 0, torch.ones_like(spread), spread)
     hue = torch.where(
@@ -195,7 +196,13 @@ def draw_augmentation(
     rows: int, options: ImageOptions, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
     """Draw (rows, 6): crop place (2, in [0, 1)), brightness, contrast, saturation factors, hue shift."""
-    uniform = torch.rand((rows, 6), generator=generator, device=device)
+    floor, width = _augmentation_range(options, device)
+    return floor + torch.rand((rows, 6), generator=generator, device=device) * width
+
+
+@lru_cache(maxsize=16)
+def _augmentation_range(options: ImageOptions, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return lowest values and widths (6,); kept, because copying them anew would wait for the device."""
     low, high = [0.0, 0.0], [1.0, 1.0]
     for spread in (options.brightness, options.contrast, options.saturation):
         low.append(max(0.0, 1 - spread))
@@ -203,7 +210,7 @@ def draw_augmentation(
     low.append(-options.hue)
     high.append(options.hue)
     floor = torch.tensor(low, device=device)
-    return floor + uniform * (torch.tensor(high, device=device) - floor)
+    return floor, torch.tensor(high, device=device) - floor
 
 
 def prepare_images(images: Tensor, plan: ImagePlan, options: ImageOptions, drawn: Tensor | None) -> Tensor:
@@ -223,6 +230,6 @@ def prepare_images(images: Tensor, plan: ImagePlan, options: ImageOptions, drawn
     x = cut.permute(0, 1, 4, 2, 3).flatten(0, 1).float()
     x = resize_uint8(x, plan.resized, mode="area")
     if drawn is not None and options.has_jitter:
-        x = jitter_colours(x.unflatten(0, (b, v)), drawn[:, 2:]).flatten(0, 1)
+        x = jitter_colours(x.view(b, v, *x.shape[1:]), drawn[:, 2:]).flatten(0, 1)
     x = resize_uint8(x, plan.grid, mode="bicubic")
-    return (x / 127.5 - 1).unflatten(0, (b, v))
+    return (x / 127.5 - 1).view(b, v, *x.shape[1:])

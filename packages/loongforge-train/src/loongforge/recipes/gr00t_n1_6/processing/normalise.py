@@ -70,7 +70,9 @@ def affine_of(kind: str, statistics: Mapping[str, object], part: slice, *, clip:
         mean, std = values("mean"), values("std")
         # A channel that never changes stays as it is.
         offset = np.where(std == 0, np.float32(0), mean)
-        return Affine(offset=offset, factor=1 / np.where(std == 0, np.float32(1), std), shift=0.0, clip=clip)
+        return Affine(
+            offset=offset, factor=(1 / np.where(std == 0, 1, std)).astype(np.float32), shift=0.0, clip=clip
+        )
     low, high = (values(name) for name in _LOW_HIGH[kind])
     flat = np.isclose(low, high)
     factor = np.where(flat, np.float32(0), 2 / np.where(flat, np.float32(1), high - low))
