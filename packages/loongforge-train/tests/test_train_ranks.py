@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from loongforge.rank_testing import RankOutcome
 from loongforge.records import read_metrics
 
-Start = Callable[..., list[subprocess.CompletedProcess[str]]]
+Start = Callable[..., list[RankOutcome]]
 
 SCRIPT = """
 import json, logging, os, signal, sys
@@ -55,9 +55,7 @@ sys.exit(result.exit_code)
 """
 
 
-def start(
-    run_ranks: Start, out: Path, ranks: int, **settings: object
-) -> list[subprocess.CompletedProcess[str]]:
+def start(run_ranks: Start, out: Path, ranks: int, **settings: object) -> list[RankOutcome]:
     arguments = {"output": str(out), "learning_rate": 1e-2, "schedule": "constant", **settings}
     return run_ranks(SCRIPT, json.dumps(arguments), ranks=ranks)
 

@@ -196,8 +196,8 @@ def start(config: TrainConfig) -> int:
         run = build_run(config, ranks=ranks)
         result = run.session.train()
         if ranks.rank == 0:
-            sys.stdout.write(f"metrics: {result.metrics}\n")
-            sys.stdout.write(f"checkpoint: {result.checkpoint or 'none'}\n")
+            sys.stdout.write(f"metrics: {result.metrics.resolve()}\n")
+            sys.stdout.write(f"checkpoint: {result.checkpoint.resolve() if result.checkpoint else 'none'}\n")
     finally:
         ranks.close()
     return result.exit_code
