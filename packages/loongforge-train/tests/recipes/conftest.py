@@ -6,9 +6,12 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from loongforge.recipes import get_recipe
 from loongforge.recipes.gr00t_n1_6 import GrootConfig, GrootModel
 from loongforge.recipes.gr00t_n1_6.published import read_config
 from safetensors.torch import load_file
@@ -91,3 +94,51 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tiny_samples() -> list[dict[str, object]]:
+    """Samples as a robot data set gives them, made up."""
+    rng = np.random.default_rng(3)
+    return [
+        {
+            "observation.images.front": rng.integers(0, 256, (60, 80, 3), dtype=np.uint8),
+            "observation.images.wrist": rng.integers(0, 256, (60, 80, 3), dtype=np.uint8),
+            "observation.state": rng.standard_normal(7).astype(np.float32),
+            "action": rng.standard_normal((16, 7)).astype(np.float32),
+            "action_is_pad": np.arange(16) >= 16 - 3 * (i % 2),
+            "task": ["Pick up the red cube.", "Open the drawer!"][i % 2],
+            "index": np.int64(10 + i),
+        }
+        for i in range(4)
+    ]
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tiny_samples):
+    """A stand-in for an opened data set: features and statistics of the samples."""
+    camera = SimpleNamespace(dtype="video", shape=(60, 80, 3))
+    vector = SimpleNamespace(dtype="float32", shape=(7,))
+    ones = np.ones(7)
+    statistics = {"min": -3 * ones, "max": 3 * ones, "mean": 0 * ones, "std": ones}
+    return SimpleNamespace(
+        features={
+            "observation.images.front": camera,
+            "observation.images.wrist": camera,
+            "observation.state": vector,
+            "action": vector,
+        },
+        stats={"observation.state": statistics, "action": statistics},
+        modality=None,
+        samples=tiny_samples,
+    )
+
+
+@pytest.fixture
+def tiny_batch(tiny_dataset) -> dict[str, object]:
+    """A host batch of the tiny recipe with its draws."""
+    recipe = get_recipe("gr00t_n1_6_tiny")
+    options = recipe.options()
+    model = recipe.build_model(options, 0).train()
+    collate = recipe.build_collate(tiny_dataset, model, options)
+    return model.draw(collate(tiny_dataset.samples), torch.Generator().manual_seed(1))
