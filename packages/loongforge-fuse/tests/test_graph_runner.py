@@ -1,4 +1,4 @@
-"""The graph runner's logic, on the stand-in backend that re-executes with static buffers."""
+"""The graph runner, on the stand-in that re-executes with static buffers and on a GPU where there is one."""
 
 import copy
 
@@ -9,21 +9,55 @@ from loongforge_fuse.graphs.backend import EmulatedBackend
 from loongforge_fuse.graphs.buckets import BucketPlan
 from loongforge_fuse.testing import TinyVLA, tiny_batch
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def device(request, monkeypatch):
+    """Run every test on the CPU stand-in and, where there is one, on a GPU."""
+    monkeypatch.setitem(PLACE, "device", request.param)
+    monkeypatch.setitem(PLACE, "mode", "emulated" if request.param == "cpu" else "auto")
+    if request.param == "cuda":
+        torch.set_float32_matmul_precision("highest")
+    return request.param
+
+
+PLACE = {"device": "cpu", "mode": "emulated"}
+
 
 def drawn(model, seed, samples=4, **kwargs):
     generator = torch.Generator().manual_seed(seed)
-    return model.draw(tiny_batch(samples, seed=seed, **kwargs), generator=generator)
+    batch = model.draw(tiny_batch(samples, seed=seed, **kwargs), generator=generator)
+    return {k: v.to(PLACE["device"]) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
-def pair(**kwargs):
+def pair(kind=TinyVLA, **kwargs):
     torch.manual_seed(0)
-    model = TinyVLA(**kwargs)
+    model = kind(**kwargs).to(PLACE["device"])
     return model, copy.deepcopy(model)
 
 
+def config_for(**config):
+    return GraphConfig(**{"mode": PLACE["mode"], "warmup_steps": 1, **config})
+
+
 def runner_for(model, **config):
-    defaults = {"mode": "emulated", "warmup_steps": 1}
-    return GraphRunner(model, GraphConfig(**{**defaults, **config}))
+    return GraphRunner(model, config_for(**config))
+
+
+def fused():
+    return {"fused": True, "capturable": True} if PLACE["device"] == "cuda" else {}
+
+
+def get_rng():
+    return torch.cuda.get_rng_state() if PLACE["device"] == "cuda" else torch.get_rng_state()
+
+
+def set_rng(state):
+    if PLACE["device"] == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
 
 
 def assert_same_gradients(ours, theirs):
@@ -165,6 +199,7 @@ def test_memory_cap_evicts_the_least_recently_used():
     for _ in range(2):
         probe.run(drawn(model, 0))
     one = probe.stats().graph_bytes
+    probe.release()
     runner = runner_for(model, memory_cap_gb=2.5 * one / 2**30)
     for length in (6, 5, 4):
         for _ in range(2):
@@ -192,9 +227,7 @@ class ReadsText(TinyVLA):
 
 @pytest.mark.parametrize("kind", [ReadsValues, ReadsText])
 def test_failed_capture_falls_back_with_reason_and_leaves_nothing_changed(kind):
-    torch.manual_seed(0)
-    model = kind(dropout=0.5)
-    other = copy.deepcopy(model)
+    model, other = pair(kind, dropout=0.5)
     runner = runner_for(model)
     for seed in range(3):
         model.zero_grad()
@@ -206,9 +239,31 @@ def test_failed_capture_falls_back_with_reason_and_leaves_nothing_changed(kind):
         result = runner.run(batch)
         assert result.total.item() == pytest.approx(expected, rel=1e-6)
         assert_same_gradients(model, other)
+    # A pass after the failure draws random numbers as ever: the generator left its capturing state.
     assert result.reason == "capture_failed"
     assert len(runner.stats().failures) == 1
     assert runner.stats().captures == 0
+
+
+def test_dropout_masks_of_a_hundred_replays_differ_and_keep_the_rate():
+    class Masks(TinyVLA):
+        def forward(self, batch):
+            kept = (
+                self.dropout(torch.ones(len(batch["time"]), 1000, device=batch["time"].device)) > 0
+            ).float()
+            out = super().forward(batch)
+            # The mask is smuggled out through the counts, which are reported per micro-batch.
+            weights = torch.arange(1, 1001, device=kept.device, dtype=torch.float32)
+            return {**out, "loss_count": (kept * weights).sum(dim=1) / 1000 + kept.sum(dim=1)}
+
+    model, _ = pair(Masks, dropout=0.3)
+    runner = runner_for(model)
+    batch = drawn(model, 0, samples=1)
+    counts = [runner.run(batch).counts.item() for _ in range(101)][1:]
+    assert runner.stats().replays == 100
+    assert len(set(counts)) == 100
+    kept = torch.tensor(counts).mean() / (1000 + 1001 / 2)
+    assert kept == pytest.approx(0.7, abs=0.01)
 
 
 def test_dropout_differs_per_replay_and_follows_the_seed_fault_f01():
@@ -221,9 +276,9 @@ def test_dropout_differs_per_replay_and_follows_the_seed_fault_f01():
     expected = [plain(theirs, batch) for _ in range(5)]
     assert replayed == pytest.approx(expected, rel=1e-6)
     assert len(set(replayed)) == 5
-    state = torch.get_rng_state()
+    state = get_rng()
     following = runner.run(batch).total.item()
-    torch.set_rng_state(state)
+    set_rng(state)
     assert runner.run(batch).total.item() == following
 
 
@@ -231,7 +286,9 @@ def test_dropout_differs_per_replay_and_follows_the_seed_fault_f01():
 def test_optimizer_in_the_graph_equals_eager_with_a_schedule_fault_f04(gradients):
     ours, theirs = pair()
     optimizers = [
-        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+        torch.optim.AdamW(
+            [p for p in m.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, **fused()
+        )
         for m in (ours, theirs)
     ]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=20) for o in optimizers]
@@ -255,8 +312,8 @@ def test_optimizer_in_the_graph_equals_eager_with_a_schedule_fault_f04(gradients
 
 def test_changed_weight_decay_is_not_frozen_fault_f04():
     model, _ = pair()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    runner = GraphRunner(model, GraphConfig(mode="emulated", warmup_steps=1), optimizer=optimizer)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **fused())
+    runner = GraphRunner(model, config_for(), optimizer=optimizer)
     for seed in range(3):
         runner.run(drawn(model, seed))
     optimizer.param_groups[0]["weight_decay"] = 0.5
@@ -271,7 +328,7 @@ def test_autocast_sees_updated_weights_fault_f03():
         batch = drawn(ours, step)
         ours.zero_grad()
         theirs.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(PLACE["device"], dtype=torch.bfloat16):
             result = runner.run(batch)
             expected = plain(theirs, batch)
         assert result.total.item() == pytest.approx(expected, rel=1e-3)
@@ -286,9 +343,10 @@ def test_autocast_sees_updated_weights_fault_f03():
 def test_models_without_trainable_parameters_or_with_integer_outputs_fault_f07():
     class Frozen(TinyVLA):
         def forward(self, batch):
-            return {**super().forward(batch), "step": torch.zeros((), dtype=torch.int64)}
+            out = super().forward(batch)
+            return {**out, "step": torch.zeros((), dtype=torch.int64, device=out["loss"].device)}
 
-    model = Frozen()
+    model, _ = pair(Frozen)
     runner = runner_for(model)
     for seed in range(3):
         result = runner.run(drawn(model, seed))
@@ -358,7 +416,7 @@ def test_unused_parameters_keep_no_gradient():
             super().__init__()
             self.extra = torch.nn.Linear(2, 2)
 
-    model = Unused()
+    model, _ = pair(Unused)
     runner = runner_for(model)
     for seed in range(3):
         runner.run(drawn(model, seed))
@@ -375,7 +433,7 @@ def test_custom_backward_and_disabled_gradients_run_eagerly():
 def test_grad_scaler_scale_is_read_at_each_replay():
     class FakeScaler(torch.amp.GradScaler):
         def __init__(self):
-            super().__init__("cpu", enabled=False)
+            super().__init__(PLACE["device"], enabled=False)
             self.value = 2.0
 
         def scale(self, outputs):
@@ -383,7 +441,7 @@ def test_grad_scaler_scale_is_read_at_each_replay():
 
     ours, theirs = pair()
     scaler = FakeScaler()
-    runner = GraphRunner(ours, GraphConfig(mode="emulated", warmup_steps=1), scaler=scaler)
+    runner = GraphRunner(ours, config_for(), scaler=scaler)
     for step, value in enumerate((2.0, 4.0, 8.0)):
         scaler.value = value
         ours.zero_grad()
@@ -396,7 +454,9 @@ def test_grad_scaler_scale_is_read_at_each_replay():
                 torch.testing.assert_close(p.grad, q.grad * value)
 
 
-def test_emulated_capture_undoes_its_trial():
+def test_emulated_capture_undoes_its_trial(device):
+    if device != "cpu":
+        pytest.skip("the stand-in works on the CPU")
     model, _ = pair()
     backend = EmulatedBackend(lambda: [p for p in model.parameters() if p.requires_grad])
     state = torch.get_rng_state()

@@ -1,0 +1,1 @@
+"""Precision per module."""
