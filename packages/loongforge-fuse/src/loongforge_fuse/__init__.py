@@ -20,6 +20,15 @@ _EXPORTS = {
     "GraphRunner": "loongforge_fuse.graphs",
     "ShapeHistogram": "loongforge_fuse.graphs",
     "compile_regions": "loongforge_fuse.graphs",
+    # fused operators and kernels
+    "FusedAdamW": "loongforge_fuse.ops.adamw",
+    "FusedOpsReport": "loongforge_fuse.patching",
+    "PatchPolicy": "loongforge_fuse.patching",
+    "apply_fused_ops": "loongforge_fuse.patching",
+    "cast_scale": "loongforge_fuse.ops",
+    "image_to_half": "loongforge_fuse.ops",
+    "masked_patch_embed": "loongforge_fuse.ops",
+    "register_pattern": "loongforge_fuse.patching",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -1,0 +1,102 @@
+"""``python -m loongforge_fuse kernels build|list|check``: compile, show and gate the kernels. Needs no
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from loongforge_fuse.kernels import store
+from loongforge_fuse.kernels.catalog import FAMILIES, MAX_REGISTERS, catalog
+from loongforge_fuse.kernels.compiler import CompiledKernel, KernelCompileError, compile_kernel
+from loongforge_fuse.kernels.specs import ARCHITECTURES, KernelSpec
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``kernels`` command to a command line."""
+    parser = commands.add_parser("kernels", help="compile, list and check the CUDA kernels (no GPU needed)")
+    parser.add_argument("action", choices=("build", "list", "check"))
+    parser.add_argument(
+        "--arch", action="append", help=f"such as sm_90; repeatable; default: {', '.join(ARCHITECTURES)}"
+    )
+    parser.add_argument("--family", choices=tuple(FAMILIES), help="only this family")
+    parser.add_argument("--match", help="only kernels whose name contains this")
+    parser.add_argument("--out", type=Path, help="build: directory for the cubins; default: the user cache")
+    parser.add_argument("--jobs", type=int, default=1, help="compiler processes, default 1")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; the exit code is 1 when a kernel fails to compile or misses a gate."""
+    specs = [s for s in catalog(arguments.family) if not arguments.match or arguments.match in s.name]
+    tasks = [(spec, arch) for arch in arguments.arch or ARCHITECTURES for spec in specs]
+    folder = arguments.out or store.user_cache()
+    kernels: list[CompiledKernel] = []
+    failures = 0
+    for spec, arch, outcome in _compiled(tasks, arguments.jobs):
+        if isinstance(outcome, str):
+            failures += 1
+            _say(f"FAILED {arch} {spec.name}: {outcome}")
+            continue
+        problems = gate(outcome)
+        failures += bool(problems)
+        kernels.append(outcome)
+        if arguments.action == "build":
+            store.save(outcome, folder)
+        if arguments.action == "list" or problems:
+            _say(_line(outcome) + "".join(f"  PROBLEM: {p}" for p in problems))
+    if arguments.action == "build":
+        store.write_manifest(kernels, folder)
+        size = sum(p.stat().st_size for p in folder.glob("*.cubin.z"))
+        _say(f"{len(kernels)} kernels in {folder}, {size / 2**20:.1f} MiB")
+    _say(f"{len(kernels)} compiled, {failures} with problems")
+    return 1 if failures else 0
+
+
+def gate(kernel: CompiledKernel) -> list[str]:
+    """Return what is wrong with a kernel's machine code, empty when nothing is."""
+    report, problems = kernel.report, []
+    if report.double_operations:
+        problems.append(f"{report.double_operations} float64 operations")
+    if report.spill_bytes or report.stack_bytes:
+        problems.append(f"{report.spill_bytes} bytes spilled, {report.stack_bytes} bytes of stack")
+    if report.registers > MAX_REGISTERS:
+        problems.append(f"{report.registers} registers, limit {MAX_REGISTERS}")
+    if kernel.spec.vector and not report.vector_loads + report.vector_stores:
+        problems.append("no 16-byte access")
+    return problems
+
+
+def _outcome(task: tuple[KernelSpec, str]) -> tuple[KernelSpec, str, CompiledKernel | str]:
+    spec, arch = task
+    try:
+        return spec, arch, compile_kernel(spec, arch)
+    except KernelCompileError as error:
+        return spec, arch, str(error)
+
+
+def _compiled(
+    tasks: list[tuple[KernelSpec, str]], jobs: int
+) -> list[tuple[KernelSpec, str, CompiledKernel | str]]:
+    if jobs <= 1:
+        return [_outcome(task) for task in tasks]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_outcome, tasks, chunksize=8))
+
+
+def _line(kernel: CompiledKernel) -> str:
+    report = kernel.report
+    return (
+        f"{kernel.arch:7} {kernel.spec.name:104} regs {report.registers:3}  spill {report.spill_bytes}"
+        f"  shared {report.shared_bytes:5}  16-byte loads {report.vector_loads:2} stores
+        {report.vector_stores:2}" f"  {report.code_bytes} B"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,58 @@
+"""What a kernel is: where its source stands, with which options it is generated, what its arguments are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "source"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+Option = str | int | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One kernel variant, identified by its name.
+
+    Attributes:
+        module: module under ``loongforge_fuse.kernels.source`` that holds the maker.
+        maker: function of that module which returns the kernel function.
+        options: keyword arguments of the maker.
+        arguments: one letter per kernel argument: ``P`` address, ``q`` int64, ``i`` int32, ``f`` float32.
+        block: threads per block the kernel is made for.
+        vector: 16-byte accesses are expected in the code (checked by the compile gate).
+    """
+
+    module: str
+    maker: str
+    options: Mapping[str, Option] = field(default_factory=dict)
+    arguments: str = ""
+    block: int = 256
+    vector: bool = True
+
+    @property
+    def name(self) -> str:
+        """Unique, readable and usable as a file name and as a PTX symbol."""
+        parts = [self.maker]
+        for key, value in sorted(self.options.items()):
+            parts.append(f"{key}{int(value)}" if isinstance(value, bool) else f"{key}{value}")
+        return "_".join([*parts, f"b{self.block}"])
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def source_hash(self) -> str:
+        """Hash of everything of ours that shapes the machine code: the sources and this description."""
+        text = "|".join((self.name, self.module, self.arguments, _source_text_hash(self.module)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _source_text_hash(module: str) -> str:
+    digest = hashlib.sha256()
+    for name in ("intrinsics", "indexing", "norm", module):  # what the sources import from each other
+        digest.update((SOURCE / f"{name}.py").read_bytes())
+    return digest.hexdigest()

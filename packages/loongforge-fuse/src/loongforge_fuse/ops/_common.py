@@ -1,0 +1,142 @@
+"""What all operators share: the library, dtype codes, launching, counters, the eager fast path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from loongforge_fuse.kernels import launcher
+from loongforge_fuse.kernels.driver import Function
+from loongforge_fuse.kernels.specs import KernelSpec
+
+LIBRARY: Final = torch.library.Library("loongforge", "DEF")  # type: ignore[no-untyped-call]
+CODES: Final = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+BLOCK: Final = 256
+
+_launches: Counter[str] = Counter()
+_fallbacks: Counter[tuple[str, str]] = Counter()
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no public raw getter
+_current_device = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_functorch = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+
+
+def op_counters() -> dict[str, dict[str, int]]:
+    """Return how often each operator launched its kernel, and how often it fell back to torch and why.
+
+    Replays of a CUDA graph are not counted: they do not pass through Python.
+    """
+    return {
+        "launches": dict(_launches),
+        "fallbacks": {f"{name}: {reason}": count for (name, reason), count in _fallbacks.items()},
+    }
+
+
+def reset_op_counters() -> None:
+    """Set all counters to zero."""
+    _launches.clear()
+    _fallbacks.clear()
+
+
+def fell_back(name: str, reason: str) -> None:
+    """Count one call of `name` that ran as plain torch operators."""
+    _fallbacks[name, reason] += 1
+
+
+def launch(
+    name: str, function: Function, device: int, grid: tuple[int, int], *arguments: int | float
+) -> None:
+    """Queue a kernel on torch's current stream of `device`, with that device current."""
+    if _current_stream is None or _current_device is None:
+        message = "this build of torch has no CUDA support"
+        raise launcher.KernelUnavailableError(message)
+    if _current_device() != device:
+        with torch.cuda.device(device):
+            function.launch(grid[0], grid[1], _current_stream(device), *arguments)
+    else:
+        function.launch(grid[0], grid[1], _current_stream(device), *arguments)
+    _launches[name] += 1
+
+
+def kernel(spec: KernelSpec, device: int) -> Function:
+    """Return the loaded kernel; see :func:`loongforge_fuse.kernels.launcher.function`."""
+    return launcher.function(spec, device)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Tell whether every address is a multiple of 16 bytes."""
+    return not any(t.data_ptr() & 15 for t in tensors)
+
+
+def vector_grid(count: int, vector: bool) -> tuple[int, int]:  # noqa: FBT001 - one flag, clear at the call
+    """Return the grid of an elementwise kernel over `count` elements."""
+    threads = (count >> 3) + (count & 7) if vector else count
+    return -(-threads // BLOCK), 1
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Tell whether the dispatcher has nothing to add: eager, ordinary CUDA tensors, no mode, no transform."""
+    if torch.compiler.is_compiling() or _dispatch_modes() or _functorch() is not None:
+        return False
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        if not tensor.is_cuda or (kind is not Tensor and kind is not torch.nn.Parameter):
+            return False
+    return True
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Tell whether autograd has to record this call."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+SetupContext = Callable[..., None]
+Backward = Callable[..., object]
+Context = Any  # torch's autograd context: what is saved becomes an attribute of any name and type
+
+
+def define(
+    schema: str,
+    *,
+    cpu: Callable[..., object],
+    cuda: Callable[..., object],
+    fake: Callable[..., object],
+    tags: Sequence[torch.Tag] = (),
+) -> str:
+    """Define an operator with its CPU reference, CUDA kernel and shape function; return the qualified
+    name.
+    """
+    name = schema.split("(", 1)[0]
+    library: Any = LIBRARY  # its methods carry no annotations
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    library.impl(name, cpu, "CPU")
+    library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"loongforge::{name}", fake, lib=LIBRARY)
+    return f"loongforge::{name}"
+
+
+def differentiable(
+    qualified: str,
+    *,
+    cuda: Callable[..., object],
+    setup_context: SetupContext,
+    backward: Backward,
+) -> Callable[..., Any]:
+    """Register the derivative and return the same pair as an autograd function for the eager fast path."""
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
+
+    class Fast(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments: object) -> object:
+            return cuda(*arguments)
+
+    fast: Any = type(f"Fast_{qualified.rsplit(':', 1)[1]}", (Fast,), {})
+    fast.setup_context = staticmethod(setup_context)
+    fast.backward = staticmethod(torch.autograd.function.once_differentiable(backward))
+    return fast.apply

@@ -1,0 +1,432 @@
+"""AdamW for all parameters in three launches, with gradient scaling, clipping and the non-finite check
+inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loongforge_fuse.kernels.driver import Function
+from loongforge_fuse.kernels.launcher import KernelUnavailableError
+from loongforge_fuse.kernels.specs import KernelSpec, Option
+from loongforge_fuse.ops._common import CODES, fell_back, kernel, launch
+
+CHUNK = 16384
+_WORD = 16
+
+
+def norm_spec(g: str) -> KernelSpec:
+    """Return the specification of the gradient norm kernel."""
+    return KernelSpec(
+        module="optimizer", maker="gradient_norm", options={"g": g, "chunk": CHUNK}, arguments="PPP"
+    )
+
+
+def prepare_spec() -> KernelSpec:
+    """Return the specification of the one-block kernel between norm and update."""
+    return KernelSpec(
+        module="optimizer", maker="prepare_step", arguments="PqPPPPPqfff", block=1024, vector=False
+    )
+
+
+def update_spec(p: str, g: str, s: str, *, master: bool) -> KernelSpec:
+    """Return the specification of the update kernel."""
+    options: dict[str, Option] = {"p": p, "g": g, "s": s, "master": master, "chunk": CHUNK}
+    return KernelSpec(module="optimizer", maker="adamw_update", options=options, arguments="PPPPPfffff")
+
+
+class Slot(NamedTuple):
+    """One parameter with everything its update touches; `master` is None without master weights."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor | None
+    group: int
+
+
+@dataclass(kw_only=True)
+class _Launch:
+    """All parameters of one combination of types: their table, their chunks and the kernels."""
+
+    tensors: Tensor
+    chunks: Tensor
+    blocks: int
+    norm: Function
+    update: Function
+    first_partial: int
+
+
+@dataclass(kw_only=True)
+class _Tables:
+    """Device tables of a set of slots; valid while no address changes."""
+
+    key: tuple[tuple[int, ...], ...]
+    launches: list[_Launch]
+    partial: Tensor
+    scalars: Tensor
+    norm: Tensor
+    keep: list[Tensor] = field(default_factory=list)
+
+
+@cache
+def _functions(device: int, p: str, g: str, s: str, master: bool) -> tuple[Function, Function, Function]:  # noqa: FBT001
+    return (
+        kernel(norm_spec(g), device),
+        kernel(prepare_spec(), device),
+        kernel(update_spec(p, g, s, master=master), device),
+    )
+
+
+def chunk_pairs(counts: Sequence[int]) -> np.ndarray:
+    """Return (tensor, chunk) int32 pairs that cover tensors of the given sizes."""
+    per = np.array([-(-c // CHUNK) for c in counts], dtype=np.int64)
+    tensors = np.repeat(np.arange(len(counts), dtype=np.int64), per)
+    starts = np.repeat(np.cumsum(per) - per, per)
+    return np.stack((tensors, np.arange(tensors.size) - starts), axis=1).astype(np.int32)
+
+
+def _upload(array: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy to the device without waiting; the pinned source must be kept while a captured copy may run."""
+    source = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+    return source.to(device, non_blocking=True), source
+
+
+def _row(slot: Slot) -> tuple[int, ...]:
+    tensors = (slot.param, slot.grad, slot.exp_avg, slot.exp_avg_sq)
+    addresses = [t.data_ptr() for t in tensors]
+    addresses.append(0 if slot.master is None else slot.master.data_ptr())
+    wide = not any(a % _WORD for a in addresses)
+    return (*addresses, slot.param.numel(), slot.group, int(wide))
+
+
+def _build_tables(slots: Sequence[Slot], key: tuple[tuple[int, ...], ...], device: torch.device) -> _Tables:
+    kinds: dict[tuple[str, str, str, bool], list[Slot]] = {}
+    for slot in slots:
+        codes = (CODES[slot.param.dtype], CODES[slot.grad.dtype], CODES[slot.exp_avg.dtype])
+        kinds.setdefault((*codes, slot.master is not None), []).append(slot)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    launches, keep, partials = [], [], 0
+    for kind, members in kinds.items():
+        norm, _, update = _functions(index, *kind)
+        table, source = _upload(np.array([_row(s) for s in members], dtype=np.int64), device)
+        pairs = chunk_pairs([s.param.numel() for s in members])
+        chunks, pair_source = _upload(pairs, device)
+        keep += [source, pair_source]
+        blocks = len(pairs)
+        launches.append(
+            _Launch(
+                tensors=table, chunks=chunks, blocks=blocks, norm=norm, update=update, first_partial=partials
+            )
+        )
+        partials += blocks
+    return _Tables(
+        key=key,
+        launches=launches,
+        partial=torch.empty(max(1, partials), device=device),
+        scalars=torch.zeros(4, device=device),
+        norm=torch.zeros((), device=device),
+        keep=keep,
+    )
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW with the semantics of ``torch.optim.AdamW`` in three kernel launches for any number of
+    parameters.
+
+    One step counter serves all parameters, so a parameter that gets its first gradient late is corrected
+    for the steps it missed too. Gradients are read, never written: scaling and clipping happen on the fly.
+
+    In a CUDA graph, `step` may be captured after one eager step; gradients must then stay at their addresses
+    (``zero_grad(set_to_none=False)``). Learning rates are read from the device: call `refresh` before a
+    replay when a group's number changed, or make ``group["lr"]`` a tensor.
+
+    Args:
+        params: parameters or groups, as for any optimizer; on one device.
+        lr: learning rate, number or float32 tensor.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay.
+        max_grad_norm: global norm to clip to; None: no clipping.
+        master_weights: keep float32 masters of half parameters; the update writes both in the same pass.
+        state_dtype: type of the moments: torch.float32, torch.bfloat16, or None for the parameter's.
+
+    Raises:
+        ValueError: a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, object]],
+        *,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_grad_norm: float | None = None,
+        master_weights: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not all(0.0 <= b < 1.0 for b in betas):
+            message = f"betas must be in [0, 1), got {betas}"
+            raise ValueError(message)
+        if (isinstance(lr, float | int) and lr < 0) or weight_decay < 0 or eps < 0:
+            message = f"lr, eps and weight_decay must not be negative, got {lr}, {eps}, {weight_decay}"
+            raise ValueError(message)
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            message = f"max_grad_norm must be positive or None for no clipping, got {max_grad_norm}"
+            raise ValueError(message)
+        if state_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+            message = f"state_dtype must be torch.float32, torch.bfloat16 or None, got {state_dtype}"
+            raise ValueError(message)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        shared = {(tuple(g["betas"]), g["eps"]) for g in self.param_groups}
+        if len(shared) > 1:
+            message = f"betas and eps must be the same in all groups, got {sorted(shared)}"
+            raise ValueError(message)
+        self.max_grad_norm = max_grad_norm
+        self.master_weights = master_weights
+        self.state_dtype = state_dtype
+        self.grad_norm: Tensor | None = None
+        self._tables: _Tables | None = None
+        self._on_device: tuple[Tensor, Tensor] | None = None
+        self._sent: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
+        self._step: Tensor | None = None
+
+    def _slots(self) -> list[Slot]:
+        """Return the parameters that have a gradient, with their state, which is made at first sight."""
+        slots = []
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    self._new_state(param, state)
+                slots.append(
+                    Slot(
+                        param, param.grad, state["exp_avg"], state["exp_avg_sq"], state.get("master"), number
+                    )
+                )
+        return slots
+
+    def _new_state(self, param: Tensor, state: dict[str, Tensor]) -> None:
+        if param.grad is not None and param.grad.is_sparse:
+            message = "FusedAdamW takes dense gradients only; use torch.optim.SparseAdam for this parameter"
+            raise ValueError(message)
+        kind = self.state_dtype or param.dtype
+        state["exp_avg"] = torch.zeros_like(param, dtype=kind, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(param, dtype=kind, memory_format=torch.preserve_format)
+        if self.master_weights and param.dtype in (torch.bfloat16, torch.float16):
+            state["master"] = param.detach().to(torch.float32)
+        state["step"] = self._shared_step(param.device)
+
+    def _shared_step(self, device: torch.device) -> Tensor:
+        if self._step is None:
+            known = [s["step"] for s in self.state.values() if "step" in s]
+            first = known[0] if known else torch.zeros(())
+            self._step = torch.as_tensor(first).detach().to(device=device, dtype=torch.float32).clone()
+            for state in self.state.values():
+                if "step" in state:
+                    state["step"] = self._step
+        return self._step
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Load a state; one of ``torch.optim.AdamW`` fits too, its largest step count is taken for all."""
+        super().load_state_dict(state_dict)
+        self._tables, self._step, self._sent = None, None, ((), ())
+        for param, state in self.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                # The base class casts state to the parameter's type; keep the type asked for.
+                kind = self.state_dtype or param.dtype
+                if name in state and state[name].dtype != kind:
+                    state[name] = state[name].to(kind)
+            if "master" in state and state["master"].dtype != torch.float32:
+                state["master"] = state["master"].float()
+
+    def refresh(self) -> None:
+        """Send learning rates and weight decays to the device if they changed since the last time."""
+        device = self.param_groups[0]["params"][0].device
+        rates = tuple(math.nan if isinstance(g["lr"], Tensor) else float(g["lr"]) for g in self.param_groups)
+        decays = tuple(float(g["weight_decay"]) for g in self.param_groups)
+        on_device = self._hyperparameters(device)
+        if repr(self._sent) != repr((rates, decays)):
+            on_device[0].copy_(torch.tensor(rates))
+            on_device[1].copy_(torch.tensor(decays))
+            self._sent = (rates, decays)
+        for i, group in enumerate(self.param_groups):
+            if isinstance(group["lr"], Tensor):
+                on_device[0][i].copy_(group["lr"], non_blocking=True)
+
+    def _hyperparameters(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return learning rate and weight decay of every group, on the device."""
+        if self._on_device is None:
+            count = len(self.param_groups)
+            self._on_device = torch.empty(count, device=device), torch.empty(count, device=device)
+        return self._on_device
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Tensor] | None = None,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> Tensor | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: recomputes the loss, as for any optimizer.
+            grad_scale: float32 tensor; gradients are divided by it.
+            found_inf: float32 tensor; the step is skipped, on the device, when it is not 0.
+
+        Returns:
+            What the closure returned. The unscaled norm before clipping is left in `grad_norm` (a tensor).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        slots = self._slots()
+        if slots:
+            self._update(slots, grad_scale, found_inf)
+        return loss
+
+    def _update(self, slots: list[Slot], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        device = slots[0].param.device
+        step = self._shared_step(device)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not capturing or any(isinstance(g["lr"], Tensor) for g in self.param_groups):
+            self.refresh()
+        reason = self._refusal(slots)
+        if reason is None:
+            try:
+                self._update_cuda(slots, step, device, grad_scale, found_inf)
+            except KernelUnavailableError as error:
+                reason = str(error)
+        if reason is not None:
+            if device.type == "cuda":
+                fell_back("adamw", reason)
+            self.grad_norm = reference_update(
+                slots,
+                step=step,
+                groups=self.param_groups,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                max_norm=self.max_grad_norm,
+            )
+
+    def _refusal(self, slots: list[Slot]) -> str | None:
+        for slot in slots:
+            if not slot.param.is_cuda:
+                return "not on a GPU"
+            if slot.param.dtype not in CODES or slot.exp_avg.dtype not in CODES:
+                return f"dtype {slot.param.dtype}"
+            dense = slot.param.is_contiguous() and slot.grad.is_contiguous()
+            if not dense and slot.param.stride() != slot.grad.stride():
+                return "gradient and parameter have different strides"
+        return None
+
+    def _update_cuda(
+        self,
+        slots: list[Slot],
+        step: Tensor,
+        device: torch.device,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        key = tuple(starmap(_address_key, slots))
+        if self._tables is None or self._tables.key != key:
+            self._tables = _build_tables(slots, key, device)
+        tables = self._tables
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        group = self.param_groups[0]
+        beta1, beta2 = group["betas"]
+        for part in tables.launches:
+            at = (part.tensors.data_ptr(), part.chunks.data_ptr())
+            where = tables.partial.data_ptr() + 4 * part.first_partial
+            launch("adamw_norm", part.norm, index, (part.blocks, 1), *at, where)
+        logs = [math.log(b) if b > 0 else -100.0 for b in (beta1, beta2)]
+        launch(
+            "adamw_prepare",
+            kernel(prepare_spec(), index),
+            index,
+            (1, 1),
+            tables.partial.data_ptr(),
+            sum(part.blocks for part in tables.launches),
+            step.data_ptr(),
+            0 if grad_scale is None else grad_scale.data_ptr(),
+            0 if found_inf is None else found_inf.data_ptr(),
+            tables.scalars.data_ptr(),
+            tables.norm.data_ptr(),
+            (grad_scale is not None) + 2 * (found_inf is not None),
+            *logs,
+            self.max_grad_norm or 0.0,
+        )
+        numbers = (group["eps"], beta1, beta2, 1.0 - beta1, 1.0 - beta2)
+        rates, decays = self._hyperparameters(device)
+        common = (tables.scalars.data_ptr(), rates.data_ptr(), decays.data_ptr())
+        for part in tables.launches:
+            at = (part.tensors.data_ptr(), part.chunks.data_ptr())
+            launch("adamw", part.update, index, (part.blocks, 1), *at, *common, *numbers)
+        self.grad_norm = tables.norm
+
+
+def _address_key(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, group: int
+) -> tuple[int, int, int, int]:
+    # exp_avg stands for the state: it is made and replaced together with exp_avg_sq and master.
+    return param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), group
+
+
+def reference_update(
+    slots: Sequence[Slot],
+    *,
+    step: Tensor,
+    groups: Sequence[dict[str, Any]],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    max_norm: float | None,
+) -> Tensor:
+    """Do the update of :class:`FusedAdamW` in plain torch, in place; return the unscaled gradient norm.
+
+    The oracle of the tests and the path without a GPU; it synchronises when a step may be skipped.
+    """
+    wide = torch.float64 if slots[0].param.dtype == torch.float64 else torch.float32
+    factor = torch.ones((), dtype=wide, device=step.device)
+    if grad_scale is not None:
+        factor = factor / grad_scale.reshape(())
+    total = torch.stack([s.grad.detach().to(wide).square().sum() for s in slots]).sum()
+    norm = total.sqrt() * factor
+    if (found_inf is not None and bool(found_inf.reshape(()) != 0)) or not bool(torch.isfinite(norm)):
+        return norm
+    if max_norm:
+        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    step += 1
+    count = float(step)
+    for slot in slots:
+        group = groups[slot.group]
+        beta1, beta2 = group["betas"]
+        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+        value = slot.param if slot.master is None else slot.master
+        g = slot.grad.to(wide) * factor
+        m = beta1 * slot.exp_avg.to(wide) + (1 - beta1) * g
+        v = beta2 * slot.exp_avg_sq.to(wide) + (1 - beta2) * g * g
+        size = lr / (1 - beta1**count)
+        new = value.to(wide) * (1 - lr * decay) - size * m / (v.sqrt() / math.sqrt(1 - beta2**count) + eps)
+        slot.exp_avg.copy_(m)
+        slot.exp_avg_sq.copy_(v)
+        if slot.master is not None:
+            slot.master.copy_(new)
+        slot.param.copy_(new)
+    return norm
