@@ -105,11 +105,10 @@ def _format(data: bytes, big: bool, path: str | Path) -> WavFormat:  # noqa: FBT
         raise AudioError(msg, path=path)
     order = ">" if big else "<"
     code, channels, rate, _, block, _ = struct.unpack(order + "HHIIHH", data[:16])
-    if code == _EXTENSIBLE and len(data) >= 26:
+    if code == _EXTENSIBLE and len(data) >= 28:
         # The sub-format is a GUID; big-endian writers differ in the byte order of its first field.
-        code = next(
-            (c for c in struct.unpack("<H", data[24:26]) + struct.unpack(">H", data[24:26]) if c < 256), code
-        )
+        fields = struct.unpack("<I", data[24:28]) + struct.unpack(">I", data[24:28])
+        code = next((field for field in fields if field < 256), code)
     if code not in (_PCM, _FLOAT):
         return WavFormat(code=code, channels=channels, rate=rate, width=0, big_endian=big)
     width = block // channels if channels else 0

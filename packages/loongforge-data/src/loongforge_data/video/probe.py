@@ -117,7 +117,8 @@ def video_stream(container: InputContainer, path: str) -> VideoStream:
     pictures = [s for s in container.streams.video if "attached_pic" not in str(s.disposition)]
     if not pictures:
         kinds = ", ".join(sorted({s.type for s in container.streams})) or "none"
-        msg = f"file has no video stream (streams: {kinds})"
+        hint = "; an unfinished file has lost the description of its streams" if "data" in kinds else ""
+        msg = f"file has no video stream (streams: {kinds}){hint}"
         raise VideoError(msg, path=path)
     stream = pictures[0]
     if stream.codec_context is None:
@@ -138,7 +139,8 @@ def read_index(container: InputContainer, path: str) -> VideoIndex:
     time_base = stream.time_base or Fraction(1, 1000)
     estimated = any(row.pts is None for row in rows)
     if estimated:
-        base_rate = Fraction(rate) or _FALLBACK_RATE
+        # Raw streams: the container invents 25 per second, the codec may know better.
+        base_rate = Fraction(stream.codec_context.framerate or stream.guessed_rate or rate) or _FALLBACK_RATE
         time_base = 1 / base_rate
         order = order_packets(rows, emitted=_emission_order(path))
     else:
