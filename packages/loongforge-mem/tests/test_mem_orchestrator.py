@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
-
 from loongforge_mem import MemoryConfig, MemoryOrchestrator, get_mla_stats
 
 torch = pytest.importorskip("torch")
@@ -22,7 +22,7 @@ def _training(mode: str, steps: int = 4, **settings):
     for _ in range(steps):
         with orchestrator.step():
             loss = model(torch.randn(32, 64)).square().mean()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -54,6 +54,8 @@ def test_statistics_name_the_pool_and_its_fragmentation():
     assert 0.0 <= stats["freelist_fragmentation"] < 1.0
     assert stats["global_pool_used_gb"] >= 0.0
     orchestrator.close()
+    del orchestrator
+    gc.collect()
     assert get_mla_stats()["mode"] == "off"
 
 

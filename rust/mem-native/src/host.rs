@@ -37,7 +37,8 @@ impl HostArena {
 #[pymethods]
 impl HostArena {
     #[new]
-    fn new(bytes: u64) -> PyResult<Self> {
+    fn new(nbytes: u64) -> PyResult<Self> {
+        let bytes = nbytes;
         if bytes == 0 || bytes > u64::from(u32::MAX) * PAGE {
             return Err(PyValueError::new_err(format!(
                 "an arena of {bytes} bytes is outside 1..={}",

@@ -26,8 +26,8 @@ mod _core {
     #[pymodule_export]
     use super::py_global::{
         c_abi, configure, driver_error, global_begin_step, global_end_step, global_label,
-        global_phase, global_reset, global_set_plan, global_state, global_stats, global_trim,
-        host_register, host_unregister, set_check_fail, set_label, set_timing,
+        global_phase, global_relabel, global_reset, global_set_plan, global_state, global_stats,
+        global_trim, host_register, host_unregister, set_check_fail, set_label, set_timing,
     };
     #[pymodule_export]
     use super::py_heap::PyHeap;

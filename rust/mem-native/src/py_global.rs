@@ -75,6 +75,17 @@ pub fn global_label() -> usize {
     global::label() as usize
 }
 
+/// Change the label of live blocks by their addresses; returns how many were found.
+#[pyfunction]
+pub fn global_relabel(device: i32, addresses: Vec<u64>, label: usize) -> usize {
+    global::existing(device).map_or(0, |mut heap| {
+        addresses
+            .into_iter()
+            .filter(|&a| heap.relabel(a, Label::from_index(label)))
+            .count()
+    })
+}
+
 /// Open a step on `stream` of `device`.
 #[pyfunction]
 pub fn global_begin_step(py: Python<'_>, device: i32, stream: u64) -> PyResult<&'static str> {
@@ -146,11 +157,11 @@ pub fn global_state(device: i32) -> Option<StateParts> {
 
 /// Page-lock host memory for fast copies.
 #[pyfunction]
-pub fn host_register(py: Python<'_>, address: usize, bytes: usize) -> PyResult<()> {
+pub fn host_register(py: Python<'_>, address: usize, nbytes: usize) -> PyResult<()> {
     py.detach(|| {
         let d = driver::driver().map_err(PyOSError::new_err)?;
         // SAFETY: the caller owns the range; 1: usable from every context.
-        let status = unsafe { (d.host_register)(address as *mut _, bytes, 1) };
+        let status = unsafe { (d.host_register)(address as *mut _, nbytes, 1) };
         driver::check("cuMemHostRegister", status).map_err(to_python)
     })
 }

@@ -16,7 +16,7 @@ from loongforge_mem import _core
 from loongforge_mem.config import MemoryConfig
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 CHECK_FAIL_SYMBOL = "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -75,7 +75,8 @@ def install_global_allocator(
     import torch
 
     if backend not in ("cuda", "vmm"):
-        raise ValueError(f"backend is {backend!r}; allowed here: 'cuda', 'vmm'")
+        msg = f"backend is {backend!r}; allowed here: 'cuda', 'vmm'"
+        raise ValueError(msg)
     config = MemoryConfig(
         mode="global",
         pool_gb=pool_gb,
@@ -85,20 +86,21 @@ def install_global_allocator(
         timing=timing,
     )
     if _installed is not None:
-        raise RuntimeError(
-            "the LoongForge allocator is installed already; torch allows one change per process"
-        )
+        msg = "the LoongForge allocator is installed already; torch allows one change per process"
+        raise RuntimeError(msg)
     require_hooks(torch)
     if torch.cuda.is_initialized():
-        raise RuntimeError(
+        msg = (
             "CUDA is initialised already, so torch keeps its allocator; call install_global_allocator() first "
             "thing in the program, before any tensor or model goes to the GPU"
         )
+        raise RuntimeError(msg)
     if torch.backends.cudnn.benchmark:
-        raise ValueError(
+        msg = (
             "torch.backends.cudnn.benchmark is True, which asks the allocator for a cache report that torch cannot "
             "give for any replaced allocator; set it to False"
         )
+        raise ValueError(msg)
     warn_about_alloc_conf("the global allocator")
     _core.configure(
         backend,
@@ -123,9 +125,8 @@ def require_hooks(torch: object) -> None:
     """Raise RuntimeError when this torch cannot take an allocator."""
     if not hasattr(getattr(torch, "_C", None), "_cuda_customAllocator"):
         version = getattr(torch, "__version__", "?")
-        raise RuntimeError(
-            f"torch {version} is built without CUDA, so it has no allocator to replace; use mode 'advisor' or 'off'"
-        )
+        msg = f"torch {version} is built without CUDA, so it has no allocator to replace; use mode 'advisor' or 'off'"
+        raise RuntimeError(msg)
 
 
 def connect_hooks(custom: object, table: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -185,7 +186,8 @@ def pool_allocator(config: MemoryConfig) -> object:
 
     require_hooks(torch)
     if _installed is not None:
-        raise RuntimeError("the global allocator is installed, which has no memory pools; use mode 'global'")
+        msg = "the global allocator is installed, which has no memory pools; use mode 'global'"
+        raise RuntimeError(msg)
     if _pool_allocator is None:
         warn_about_alloc_conf("a pool with its own allocator")
         _core.configure(

@@ -10,7 +10,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 
-class Mode(str, enum.Enum):
+class Mode(enum.StrEnum):
     """What the orchestrator may do."""
 
     OFF = "off"
@@ -42,7 +42,8 @@ class Label(enum.IntEnum):
             return cls[value.upper()]
         except KeyError:
             allowed = ", ".join(repr(x.name.lower()) for x in cls)
-            raise ValueError(f"label {value!r} is unknown; allowed: {allowed}") from None
+            msg = f"label {value!r} is unknown; allowed: {allowed}"
+            raise ValueError(msg) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +76,31 @@ class MemoryConfig:
         allowed = [m.value for m in Mode]
         mode = self.mode.value if isinstance(self.mode, Mode) else self.mode
         if mode not in allowed:
-            raise ValueError(f"mode is {self.mode!r}; allowed: {allowed}")
+            msg = f"mode is {self.mode!r}; allowed: {allowed}"
+            raise ValueError(msg)
         object.__setattr__(self, "mode", Mode(mode))
         if self.backend not in ("auto", "host", "cuda", "vmm"):
-            raise ValueError(f"backend is {self.backend!r}; allowed: 'auto', 'host', 'cuda', 'vmm'")
+            msg = f"backend is {self.backend!r}; allowed: 'auto', 'host', 'cuda', 'vmm'"
+            raise ValueError(msg)
         for name in ("pool_gb", "limit_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1 << 17:
-                raise ValueError(f"{name} is {value} GiB; allowed: above 0 up to 131072, or None")
+                msg = f"{name} is {value} GiB; allowed: above 0 up to 131072, or None"
+                raise ValueError(msg)
         if self.pool_gb is not None and self.limit_gb is not None and self.pool_gb > self.limit_gb:
-            raise ValueError(
+            msg = (
                 f"pool_gb is {self.pool_gb} but limit_gb is {self.limit_gb}; raise limit_gb or lower pool_gb"
             )
+            raise ValueError(msg)
         if not 0 <= self.grow_mb <= 1 << 20:
-            raise ValueError(f"grow_mb is {self.grow_mb} MiB; allowed: 0 (never grow) to 1048576")
+            msg = f"grow_mb is {self.grow_mb} MiB; allowed: 0 (never grow) to 1048576"
+            raise ValueError(msg)
         if self.grow_mb == 0 and self.pool_gb is None:
-            raise ValueError("grow_mb is 0 and pool_gb is None, so there would be no memory; set one of them")
+            msg = "grow_mb is 0 and pool_gb is None, so there would be no memory; set one of them"
+            raise ValueError(msg)
         if self.watch_steps < 0:
-            raise ValueError(f"watch_steps is {self.watch_steps}; allowed: 0 or more")
+            msg = f"watch_steps is {self.watch_steps}; allowed: 0 or more"
+            raise ValueError(msg)
 
     @property
     def initial_bytes(self) -> int:

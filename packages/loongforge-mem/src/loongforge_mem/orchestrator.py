@@ -64,6 +64,7 @@ class MemoryOrchestrator:
     ) -> MemoryOrchestrator:
         """Learn the module tree, so that labels, phases and reports have names; returns itself."""
         self._model, self._optimizer = model, optimizer
+        self._relabel(model)
         self._handles += [
             model.register_forward_pre_hook(lambda *_: self.phase("forward")),
             model.register_forward_hook(lambda *_: self.phase("backward")),
@@ -85,10 +86,11 @@ class MemoryOrchestrator:
         if self._mode is Mode.OFF or self._closed:
             yield self
             return
-        if self._backend is None:
+        if self._backend is None or not self.config.plan:
             with self._watched():
                 yield self
             self._steps += 1
+            self._note_times()
             return
         source = self._backend.begin_step(self._stream())
         self._report = {"source": source}
@@ -102,7 +104,7 @@ class MemoryOrchestrator:
 
     def phase(self, name: str) -> None:
         """Name the phase the step enters; :meth:`attach` does it for forward, backward and optimizer."""
-        if self._backend is None or "torch" in sys.modules and sys.modules["torch"].compiler.is_compiling():
+        if self._backend is None or ("torch" in sys.modules and sys.modules["torch"].compiler.is_compiling()):
             return
         self._backend.phase(name)
 
@@ -138,14 +140,14 @@ class MemoryOrchestrator:
         out["steps"] = self._steps
         out["reason"] = self._reason
         out["active"] = self._mode is not Mode.OFF and not self._closed
-        raw = self._backend.stats() if self._backend is not None else None
+        raw = self._raw()
         if raw is not None:
             out.update(raw)
             out["global_pool_used_gb"] = raw["requested_bytes.current"] / GIB
             out["global_pool_reserved_gb"] = raw["reserved_bytes.current"] / GIB
             out["freelist_fragmentation"] = raw["external_fragmentation"]
             out["alloc_ms"] = self._last_alloc_ms
-        elif self._mode is not Mode.OFF:
+        if self._mode in (Mode.ADVISOR, Mode.POOL):
             out.update(_torch_figures())
         if self._report:
             allocations = int(self._report.get("allocations", 0))
@@ -205,9 +207,8 @@ class MemoryOrchestrator:
             self._reason = None if self.config.backend == "host" else usable
             return
         if usable is not None:
-            raise RuntimeError(
-                f"backend {self.config.backend!r} needs a GPU: {usable}; use backend 'auto' or 'host'"
-            )
+            msg = f"backend {self.config.backend!r} needs a GPU: {usable}; use backend 'auto' or 'host'"
+            raise RuntimeError(msg)
         backend = "cuda" if self.config.backend == "auto" else self.config.backend
         if self._mode is Mode.GLOBAL:
             self._take_global(backend)
@@ -232,6 +233,15 @@ class MemoryOrchestrator:
         import torch
 
         self._backend = GlobalBackend(backend, torch.cuda.current_device())
+
+    def _raw(self) -> dict[str, Any] | None:
+        if self._backend is not None:
+            return self._backend.stats()
+        if self._pool is not None:
+            import torch
+
+            return _core.global_stats(torch.cuda.current_device())
+        return None
 
     def _stream(self) -> int:
         if isinstance(self._backend, GlobalBackend):
@@ -258,6 +268,12 @@ class MemoryOrchestrator:
             yield
         self._trace = watch.trace(f"step {self._steps + 1}")
         self._planned_bytes = watch.plan_bytes()
+
+    def _relabel(self, model: torch.nn.Module) -> None:
+        if isinstance(self._backend, GlobalBackend):
+            held = (*model.parameters(), *model.buffers())
+            addresses = [t.untyped_storage().data_ptr() for t in held if t.is_cuda]
+            _core.global_relabel(self._backend.device, addresses, Label.PERSISTENT)
 
     def _optimizer_begins(self) -> None:
         self.phase("optimizer")

@@ -56,16 +56,18 @@ def plan_trace(*traces: Trace) -> Plan:
         ValueError: no trace, a trace that contradicts itself, or recordings with different numbers of allocations.
     """
     if not traces:
-        raise ValueError("plan_trace() got no trace; give at least one")
+        msg = "plan_trace() got no trace; give at least one"
+        raise ValueError(msg)
     sizes, ends, _ = traces[0].items()
     for number, trace in enumerate(traces[1:], start=2):
         other = trace.items()[:2]
         merged = _core.merge_items((sizes, ends), other)
         if merged is None:
-            raise ValueError(
+            msg = (
                 f"recording {number} has {len(other[0])} allocations but the first has {len(sizes)}; "
                 "only recordings of the same step can share a plan"
             )
+            raise ValueError(msg)
         sizes, ends = merged
     parts, order = _core.make_plan(sizes, ends)
     return Plan.from_parts(parts, order)

@@ -76,10 +76,11 @@ def load_state(state: dict[str, Any], mark: dict[str, str | int]) -> PlanParts |
     """
     for key, wanted in (("format", FORMAT), ("policy", POLICY)):
         if state.get(key) != wanted:
-            raise ValueError(
+            msg = (
                 f"the memory state has {key} {state.get(key)!r}; allowed: {wanted!r}. Start without it: the first "
                 "step is profiled again"
             )
+            raise ValueError(msg)
     saved = state.get("fingerprint")
     if saved != mark:
         named = saved if isinstance(saved, dict) else {}

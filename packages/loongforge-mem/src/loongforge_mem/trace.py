@@ -65,16 +65,17 @@ def load_trace(path: str | Path) -> Trace:
     """
     file = Path(path)
     if (size := file.stat().st_size) > MAX_FILE_BYTES:
-        raise ValueError(f"{file} has {size} bytes; allowed up to {MAX_FILE_BYTES}")
+        msg = f"{file} has {size} bytes; allowed up to {MAX_FILE_BYTES}"
+        raise ValueError(msg)
     try:
         body = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{file} is not JSON ({error}); torch snapshots (.pickle) are read by load_snapshot()"
-        ) from None
+        msg = f"{file} is not JSON ({error}); torch snapshots (.pickle) are read by load_snapshot()"
+        raise ValueError(msg) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise ValueError(f"{file} has format {found!r}; allowed: {FORMAT!r}")
+        msg = f"{file} has format {found!r}; allowed: {FORMAT!r}"
+        raise ValueError(msg)
     labels = {int(k): str(v) for k, v in dict(body.get("labels", {})).items()}
     owners = {int(k): str(v) for k, v in dict(body.get("owners", {})).items()}
     events = tuple(_events(file, body.get("events")))
@@ -83,7 +84,8 @@ def load_trace(path: str | Path) -> Trace:
 
 def _events(file: Path, raw: object) -> Iterable[Event]:
     if not isinstance(raw, list):
-        raise ValueError(f"{file} has no list of events")
+        msg = f"{file} has no list of events"
+        raise ValueError(msg)
     for index, event in enumerate(raw):
         match event:
             case ["a", int(block), int(size)] if block >= 0 and size >= 0:
@@ -92,9 +94,8 @@ def _events(file: Path, raw: object) -> Iterable[Event]:
             case ["f", int(block)] | ["f", int(block), int()] if block >= 0:
                 yield False, block, 0
             case _:
-                raise ValueError(
-                    f"{file}: event {index} is {event!r}; allowed: ['a', id, bytes] or ['f', id, bytes]"
-                )
+                msg = f"{file}: event {index} is {event!r}; allowed: ['a', id, bytes] or ['f', id, bytes]"
+                raise ValueError(msg)
 
 
 def simulate(trace: Trace, policy: str = "run_fit", *, repeats: int = 1) -> dict[str, int | float | str]:

@@ -295,6 +295,17 @@ impl Heap {
         self.live.contains_key(&address)
     }
 
+    /// Change the label of the live block at `address`, for statistics and reports; the block stays where it is.
+    pub fn relabel(&mut self, address: u64, label: Label) -> bool {
+        let Some(block) = self.live.get_mut(&address) else {
+            return false;
+        };
+        self.labels[block.label as usize].sub(block.requested);
+        self.labels[label as usize].add(block.requested);
+        block.label = label;
+        true
+    }
+
     /// Requested bytes of the live block at `address`.
     pub fn size_of(&self, address: u64) -> Option<u64> {
         self.live.get(&address).map(|b| b.requested)

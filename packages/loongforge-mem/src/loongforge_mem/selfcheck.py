@@ -1,0 +1,303 @@
+"""Checks of our allocator on a real GPU, each meant for a process of its own.
+
+``loongforge-mem selfcheck`` runs them all; the GPU tests and the GPU benchmark use the same functions. Every check
+returns a flat dictionary with the figures it saw; ``ours`` chooses our allocator or torch's, for comparison.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loongforge_mem.config import GIB, MemoryConfig
+from loongforge_mem.orchestrator import MemoryOrchestrator
+
+if TYPE_CHECKING:
+    import torch
+
+Outcome = dict[str, Any]
+
+
+def _orchestrator(ours: bool) -> MemoryOrchestrator | None:
+    return MemoryOrchestrator(MemoryConfig(mode="global", backend="vmm")) if ours else None
+
+
+def check_graph(ours: bool, quick: bool) -> Outcome:
+    """Replay a captured training step while eager work fills memory with garbage; then break a capture."""
+    import torch
+
+    orchestrator = _orchestrator(ours)
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
+        for _ in range(6)
+    ]
+    net = torch.nn.Sequential(*layers).cuda()
+    graph = _capture_step(net, torch.randn(256, 1024, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    rounds = 50 if quick else 300
+    equal = _replay_beside_eager_work(graph, net, wanted, rounds)
+    out: Outcome = {"bit_equal": equal == rounds, "equal": equal, "rounds": rounds}
+    if orchestrator is not None:
+        stats = orchestrator.stats()
+        out |= {"graph_bytes": stats["graph_bytes"], "graph_pools": stats["graph_pools"]}
+        del graph
+        gc.collect()
+        torch.cuda.empty_cache()
+        out |= _broken_capture(orchestrator)
+    return out
+
+
+def _capture_step(net: torch.nn.Module, fixed: torch.Tensor) -> torch.cuda.CUDAGraph:
+    import torch
+
+    def work() -> None:
+        net(fixed).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            net.zero_grad(set_to_none=True)
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    net.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def _replay_beside_eager_work(
+    graph: torch.cuda.CUDAGraph, net: torch.nn.Module, wanted: list[torch.Tensor], rounds: int
+) -> int:
+    import torch
+
+    equal = 0
+    keep: list[torch.Tensor] = []
+    for index in range(rounds):
+        for n in (1 << 20, 3 << 20, 17 << 20, (index % 40 + 1) << 18):
+            keep.append(torch.full((n,), float("nan"), device="cuda"))
+        if len(keep) > 24:
+            del keep[:13]
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        for grad in grads:
+            grad.zero_()
+        graph.replay()
+        garbage = torch.full((5 << 20,), float("nan"), device="cuda") * 2
+        del garbage
+        equal += all(torch.equal(g, w) for g, w in zip(grads, wanted, strict=True))
+    return equal
+
+
+def _broken_capture(orchestrator: MemoryOrchestrator) -> Outcome:
+    import torch
+
+    before = orchestrator.stats()["graph_bytes"]
+    failed = False
+    broken = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(broken):
+            (torch.ones(1 << 20, device="cuda") * 3).sum().item()
+    except RuntimeError:
+        failed = True
+    del broken
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    again, held = torch.cuda.CUDAGraph(), torch.zeros(1 << 18, device="cuda")
+    with torch.cuda.graph(again):
+        y = held + 1
+    again.replay()
+    stats = orchestrator.stats()
+    return {
+        "failed_capture_raised": failed,
+        "capture_after_failure": float(y.sum()) == float(1 << 18),
+        "graph_bytes_before_failure": before,
+        "graph_bytes_after": stats["graph_bytes"],
+        "graph_pools_after": stats["graph_pools"],
+        "stale_captures": stats["stale_captures"],
+    }
+
+
+def check_streams(ours: bool, quick: bool) -> Outcome:
+    """Read memory on a second stream after it was freed and poisoned on the first; record_stream must protect it."""
+    return _poisoned_frees(ours, 1000 if quick else 10_000, record=True)
+
+
+def check_control(ours: bool, quick: bool) -> Outcome:
+    """Do the same without record_stream: it must show corruption, or :func:`check_streams` proves nothing."""
+    return _poisoned_frees(ours, 1000, record=False)
+
+
+def _poisoned_frees(ours: bool, rounds: int, *, record: bool) -> Outcome:
+    import torch
+
+    orchestrator = _orchestrator(ours)
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    results = torch.zeros(rounds, device="cuda")
+    wanted = torch.arange(rounds, device="cuda", dtype=torch.float32) % 97
+    draw = random.Random(3)
+    for index in range(rounds):
+        size = draw.choice((200, 5_000, 60_000, 300_000, 1_500_000))
+        x = torch.full((size,), float(index % 97), device="cuda")
+        view = x[size // 2 :]
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(draw.randint(1_000, 60_000))  # noqa: SLF001
+            # One kernel that reads x and allocates nothing on this stream.
+            results[index : index + 1].copy_(x[size - 1 :])
+        if record:
+            (view if index % 2 else x).record_stream(side)
+        del view
+        if index % 3 == 0:
+            x.untyped_storage().resize_(0)
+        del x
+        poison = torch.full((size,), float("nan"), device="cuda")
+        del poison
+        if index % 500 == 0:
+            side.synchronize()
+    torch.cuda.synchronize()
+    bad = int((results != wanted).sum())
+    out: Outcome = {"rounds": rounds, "corrupted": bad, "nan": int(results.isnan().sum())}
+    if orchestrator is not None:
+        stats = orchestrator.stats()
+        for key in ("deferred_frees", "waiting_blocks", "streams", "stream_transfers"):
+            out[key] = stats[key]
+    return out
+
+
+def check_oom(ours: bool, quick: bool) -> Outcome:
+    """Ask for too much: an error with a useful text, and everything works afterwards."""
+    import torch
+
+    orchestrator = _orchestrator(ours)
+    first = torch.ones(1 << 20, device="cuda")
+    out: Outcome = {"raised": False}
+    try:
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    except RuntimeError as error:
+        text = str(error)
+        out = {"raised": True, "starts_well": text.startswith("CUDA out of memory."), "text": text[:600]}
+    out["usable_after"] = float(first.sum()) == float(1 << 20)
+    out["memory_allocated"] = torch.cuda.memory_allocated()
+    out["max_memory_reserved"] = torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    parameter = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+    for _ in range(20):
+        (parameter @ parameter).square().mean().backward()
+    out["backward_finite"] = parameter.grad is not None and bool(parameter.grad.isfinite().all())
+    if orchestrator is not None:
+        out["ooms"] = orchestrator.stats()["ooms"]
+    return out
+
+
+def check_pool(ours: bool, quick: bool) -> Outcome:
+    """Mode pool: persistent tensors in a memory pool of ours while torch's statistics keep working."""
+    import torch
+
+    torch.zeros(1, device="cuda")
+    orchestrator = MemoryOrchestrator(MemoryConfig(mode="pool", pool_gb=0.5))
+    sizes = (1, 3, 7, 20)
+    with orchestrator.label("persistent"):
+        kept = [torch.full((n << 18,), float(n), device="cuda") for n in sizes]
+    other = torch.full((1 << 20,), 5.0, device="cuda")
+    stats = orchestrator.stats()
+    out: Outcome = {
+        "good": all(bool((t == float(n)).all()) for t, n in zip(kept, sizes, strict=True)),
+        "other": float(other.mean()) == 5.0,
+        "allocated": torch.cuda.memory_allocated(),
+        "pool_requested_bytes": stats.get("requested_bytes.current"),
+        "pool_reserved_bytes": stats.get("reserved_bytes.current"),
+    }
+    del kept
+    torch.cuda.empty_cache()
+    out["allocated_after"] = torch.cuda.memory_allocated()
+    return out
+
+
+def check_pinned(ours: bool, quick: bool) -> Outcome:
+    """Host memory per requested byte: tensors shaped like optimizer state in our arena and in torch's."""
+    import torch
+
+    from loongforge_mem.pinned import PinnedArena, arena_bytes
+
+    device = torch.ones((1536, 1536), device="cuda") * 2
+    shapes = (
+        [(1536, 1536)] * 40 + [(6144, 1536)] * 24 + [(2048, 6144)] * 6 + [(151, 2048)] * 20 + [(1536,)] * 100
+    )
+    sizes = [4 * torch.Size(s).numel() for s in shapes]
+    requested = sum(sizes)
+    before = _resident_bytes()
+    arena = PinnedArena(arena_bytes(sizes), pin=True)
+    mine = [arena.empty(s, torch.float32).fill_(1.0) for s in shapes]
+    ours_ratio = (_resident_bytes() - before) / requested
+    mine[0].copy_(device, non_blocking=True)
+    torch.cuda.synchronize()
+    copied = bool((mine[0] == 2).all())
+    target = torch.empty(shapes[40], device="cuda")
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(20):
+        target.copy_(mine[40], non_blocking=True)
+    enqueue_s = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    whole_s = time.perf_counter() - begin
+    is_pinned = mine[0].is_pinned()
+    del mine
+    before = _resident_bytes()
+    theirs = [torch.empty(s, dtype=torch.float32, pin_memory=True).fill_(1.0) for s in shapes]
+    torch_ratio = (_resident_bytes() - before) / requested
+    return {
+        "requested_gb": requested / GIB,
+        "ours_ratio": ours_ratio,
+        "torch_ratio": torch_ratio,
+        "torch_tensors": len(theirs),
+        "copied": copied,
+        "is_pinned": is_pinned,
+        "h2d_gb_per_s": 20 * sizes[40] / whole_s / 1e9,
+        "enqueue_share": enqueue_s / whole_s,
+    }
+
+
+def _resident_bytes() -> int:
+    """Resident bytes of the process, page-locked device mappings included (VmRSS)."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+CHECKS: dict[str, Callable[[bool, bool], Outcome]] = {
+    "graph": check_graph,
+    "stress": check_streams,
+    "control": check_control,
+    "oom": check_oom,
+    "pool": check_pool,
+    "pinned": check_pinned,
+}
+
+
+def passed(name: str, out: Outcome) -> bool:
+    """Whether the figures of check ``name`` are as they must be for our allocator."""
+    match name:
+        case "graph":
+            return bool(out["bit_equal"] and out["capture_after_failure"])
+        case "stress":
+            return out["corrupted"] == 0
+        case "control":
+            return out["corrupted"] > 0
+        case "oom":
+            return bool(
+                out["raised"] and out["starts_well"] and out["usable_after"] and out["backward_finite"]
+            )
+        case "pool":
+            return bool(out["good"] and out["other"])
+        case "pinned":
+            return bool(out["copied"] and out["is_pinned"] and out["ours_ratio"] <= 1.02)
+    msg = f"check {name!r} is unknown; allowed: {sorted(CHECKS)}"
+    raise ValueError(msg)

@@ -1,0 +1,235 @@
+"""Run in a process of its own by test_mem_native.py: the C functions over a CUDA driver without a GPU."""
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+
+from loongforge_mem import _core
+
+
+class Driver:
+    """The stand-in driver and the caller that behaves like torch."""
+
+    def __init__(self, fake: str, caller: str) -> None:
+        self.fake = ctypes.CDLL(fake)
+        self.caller = ctypes.CDLL(caller)
+        self.fake.fake_budget.argtypes = [ctypes.c_size_t]
+        self.fake.fake_busy.argtypes = [ctypes.c_uint64, ctypes.c_int]
+        self.fake.fake_capture.argtypes = [ctypes.c_uint64, ctypes.c_int]
+        self.table = _core.c_abi()
+        u64 = ctypes.c_uint64
+        self.caller.call_alloc.argtypes = [
+            ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+            ctypes.c_char_p, ctypes.c_size_t,
+        ]  # fmt: skip
+        for name in ("call_begin", "call_end"):
+            getattr(self.caller, name).argtypes = [ctypes.c_size_t, ctypes.c_int, u64, u64]
+        free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+        self.free_ = free(self.table["free"])
+        record = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+        self.record_ = record(self.table["set_record_stream_fn"])
+        self.reset = ctypes.CFUNCTYPE(None)(self.table["set_reset_fn"])
+        base = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t))
+        self.base_ = base(self.table["set_base_alloc_fn"])
+
+    def alloc(self, size: int, stream: int = 0, name: str = "alloc"):
+        out, text = ctypes.c_void_p(), ctypes.create_string_buffer(2000)
+        kind = self.caller.call_alloc(self.table[name], size, 0, stream, ctypes.byref(out), text, 2000)
+        return out.value if kind == 0 else (None if kind == 1 else text.value.decode())
+
+    def free(self, address: int, stream: int = 0) -> None:
+        self.free_(address, 0, 0, stream)
+
+    def begin(self, a: int, b: int) -> None:
+        self.caller.call_begin(self.table["set_begin_allocate_to_pool"], 0, a, b)
+
+    def end(self, a: int, b: int) -> None:
+        self.caller.call_end(self.table["set_end_allocate_to_pool_fn"], 0, a, b)
+
+    def release(self, a: int, b: int) -> None:
+        self.caller.call_end(self.table["set_release_pool"], 0, a, b)
+
+    def count(self, name: str) -> int:
+        return self.fake.fake_count(name.encode())
+
+    def stats(self) -> dict:
+        return _core.global_stats(0)
+
+
+MIB = 1 << 20
+
+
+def blocks(d: Driver) -> dict:
+    _core.configure("cuda", initial_bytes=64 * MIB, grow_bytes=32 * MIB)
+    before = d.count("mallocs")
+    a, b = d.alloc(3 * MIB), d.alloc(1000)
+    ctypes.memset(a, 7, 3 * MIB)
+    size = ctypes.c_size_t()
+    base = d.base_(a, ctypes.byref(size))
+    inside = base <= a < base + size.value
+    after_first = d.count("mallocs") - before
+    for _ in range(1000):
+        d.free(d.alloc(5 * MIB))
+    steady = d.count("mallocs") - before
+    zero = d.alloc(0)
+    d.free(a)
+    again = d.alloc(3 * MIB)
+    d.free(b)
+    d.free(12345 << 20)
+    return {"before": before, "first": after_first, "steady": steady, "zero": zero, "reused": again == a,
+            "inside": inside, "block": size.value, "unknown": d.stats()["unknown_frees"]}  # fmt: skip
+
+
+def vmm(d: Driver) -> dict:
+    d.fake.fake_budget(1 << 30)
+    _core.configure("vmm", initial_bytes=0, grow_bytes=32 * MIB)
+    a = d.alloc(100 * MIB)
+    ctypes.memset(a, 1, 100 * MIB)
+    creates = d.count("creates")
+    d.free(a)
+    for _ in range(100):
+        d.free(d.alloc(90 * MIB))
+    steady = d.count("creates")
+    reserved = d.stats()["reserved_bytes.current"]
+    d.reset()
+    after = d.stats()["reserved_bytes.current"]
+    b = d.alloc(40 * MIB)
+    ctypes.memset(b, 2, 40 * MIB)
+    return {"creates": creates, "steady": steady, "reserved": reserved, "after_reset": after,
+            "releases": d.count("releases")}  # fmt: skip
+
+
+def streams(d: Driver) -> dict:
+    _core.configure("cuda", initial_bytes=64 * MIB, grow_bytes=0)
+    d.alloc(MIB, 0)
+    x = d.alloc(8 * MIB, 0)
+    d.record_(x, 5)
+    d.fake.fake_busy(5, 1)
+    d.free(x)
+    while_busy = d.alloc(8 * MIB, 0)
+    waiting = d.stats()["waiting_blocks"]
+    d.fake.fake_busy(5, 0)
+    d.free(while_busy)
+    d.alloc(512, 0)
+    return {"held_back": while_busy != x, "waiting": waiting, "waiting_after": d.stats()["waiting_blocks"],
+            "records": d.count("records")}  # fmt: skip
+
+
+def graphs(d: Driver) -> dict:
+    _core.configure("cuda", initial_bytes=256 * MIB, grow_bytes=32 * MIB)
+    d.alloc(MIB, 0)
+    d.begin(7, 9)
+    d.fake.fake_capture(3, 1)
+    inside = d.alloc(16 * MIB, 3)
+    d.free(inside, 3)
+    same = d.alloc(16 * MIB, 3) == inside
+    d.free(inside, 3)
+    eager = d.alloc(16 * MIB, 0)
+    recorded = d.alloc(4 * MIB, 0)
+    d.record_(recorded, 3)
+    d.free(recorded)
+    grown = d.alloc(400 * MIB, 3)
+    bad_calls = d.count("calls_in_capture")
+    d.fake.fake_capture(3, 0)
+    d.end(7, 9)
+    held = d.stats()["graph_bytes"]
+    pools = d.stats()["graph_pools"]
+    d.reset()
+    after_reset = d.stats()["graph_bytes"]
+    outside = [d.alloc(16 * MIB, 0) for _ in range(20)]
+    safe = inside not in outside
+    d.free(grown, 3)
+    d.release(7, 9)
+    released = d.stats()["graph_bytes"]
+    # A capture that fails without telling us, and the next one.
+    d.begin(8, 1)
+    d.fake.fake_capture(3, 1)
+    lost = d.alloc(8 * MIB, 3)
+    d.fake.fake_capture(3, 0)
+    d.free(lost, 3)
+    d.begin(8, 2)
+    d.fake.fake_capture(3, 1)
+    next_one = d.alloc(8 * MIB, 3)
+    d.fake.fake_capture(3, 0)
+    d.end(8, 2)
+    s = d.stats()
+    return {"same": same, "apart": eager != inside, "bad_calls": bad_calls, "held": held, "pools": pools,
+            "after_reset": after_reset, "safe": safe, "released": released, "stale": s["stale_captures"],
+            "next": isinstance(next_one, int), "pools_after": s["graph_pools"]}  # fmt: skip
+
+
+def oom(d: Driver) -> dict:
+    from loongforge_mem.allocator import connect_errors
+
+    d.fake.fake_budget(64 * MIB)
+    _core.configure("cuda", initial_bytes=0, grow_bytes=16 * MIB)
+    without = d.alloc(200 * MIB)
+    pool = d.alloc(200 * MIB, 0, "pool_alloc")
+    import torch
+
+    connected = connect_errors(torch)
+    kept = d.alloc(20 * MIB)
+    _core.global_begin_step(0, 0)
+    _core.global_phase(0, "backward")
+    text = d.alloc(200 * MIB)
+    _core.global_end_step(0)
+    fits = d.alloc(30 * MIB)
+    return {"without": without, "pool": pool, "connected": connected, "text": text,
+            "fits": isinstance(fits, int) and isinstance(kept, int)}  # fmt: skip
+
+
+def speed(d: Driver) -> dict:
+    _core.configure("cuda", initial_bytes=8 << 30, grow_bytes=0)
+    _core.set_timing(True)
+    events = json.loads(Path(sys.argv[4]).read_text())["events"]
+    for _ in range(20):
+        live = {}
+        _core.global_begin_step(0, 0)
+        for event in events:
+            if event[0] == "a":
+                live[event[1]] = d.alloc(event[2])
+            else:
+                d.free(live.pop(event[1]))
+        _core.global_end_step(0)
+        for address in live.values():
+            d.free(address)
+    s = d.stats()
+    return {k: s[k] for k in ("alloc.p50_ns", "alloc.p99_ns", "alloc.p999_ns", "alloc.within_10us", "free.p99_ns",
+                              "free.within_10us", "planned_hits", "alloc.calls", "device_allocs")}  # fmt: skip
+
+
+def threads(d: Driver) -> dict:
+    import threading
+
+    _core.configure("cuda", initial_bytes=512 * MIB, grow_bytes=64 * MIB)
+    wrong = []
+
+    def work(seed: int) -> None:
+        live = []
+        for index in range(2000):
+            size = 512 * (1 + (index * 37 + seed * 101) % 900)
+            address = d.alloc(size, seed % 3)
+            ctypes.memset(address, seed, size)
+            live.append((address, size))
+            if len(live) > 20:
+                old, n = live.pop((index * 7) % 20)
+                if ctypes.string_at(old, n).strip(bytes([seed])):
+                    wrong.append(old)
+                d.free(old, seed % 3)
+        for address, _ in live:
+            d.free(address, seed % 3)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join(60)
+    s = d.stats()
+    return {"wrong": len(wrong), "live": s["requested_bytes.current"], "allocs": s["allocations.allocated"]}
+
+
+if __name__ == "__main__":
+    scenario = {"blocks": blocks, "vmm": vmm, "streams": streams, "graphs": graphs, "oom": oom, "speed": speed,
+                "threads": threads}[sys.argv[1]]  # fmt: skip
+    sys.stdout.write(json.dumps(scenario(Driver(sys.argv[2], sys.argv[3]))) + "\n")

@@ -1,0 +1,104 @@
+"""The C functions behind torch's hooks, over a stand-in CUDA driver and a caller with torch's C++ types."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    if shutil.which("gcc") is None or shutil.which("g++") is None:
+        pytest.skip("needs gcc and g++ to build the stand-in driver")
+    folder = tmp_path_factory.mktemp("native")
+    fake, caller = folder / "libfake_cuda.so", folder / "libtorch_like.so"
+    for compiler, source, out in (("gcc", "fake_cuda.c", fake), ("g++", "torch_like.cpp", caller)):
+        subprocess.run(
+            [compiler, "-O1", "-shared", "-fPIC", "-o", out, HERE / source], check=True, timeout=120
+        )
+    return str(fake), str(caller)
+
+
+def _run(libraries, scenario, *more):
+    environment = {**os.environ, "LOONGFORGE_CUDA_DRIVER": libraries[0]}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "native_script.py"), scenario, *libraries, *more],
+        capture_output=True, text=True, timeout=150, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_one_driver_block_serves_everything_after_the_first_allocation(libraries):
+    out = _run(libraries, "blocks")
+    assert out["before"] == 0, "configuring touches no device"
+    assert out["first"] == 1
+    assert out["steady"] == 1
+    assert out["zero"] is None
+    assert out["reused"]
+    assert out["inside"]
+    assert out["block"] == 64 * MIB
+    assert out["unknown"] == 1
+
+
+def test_virtual_memory_is_committed_once_and_given_back_on_reset(libraries):
+    out = _run(libraries, "vmm")
+    assert out["creates"] == 4, "100 MiB in chunks of 32 MiB"
+    assert out["steady"] == 4
+    assert out["reserved"] == 128 * MIB
+    assert out["after_reset"] == 0
+    assert out["releases"] == 4
+
+
+def test_a_recorded_block_is_held_back_until_the_other_stream_is_done(libraries):
+    out = _run(libraries, "streams")
+    assert out["held_back"]
+    assert out["waiting"] == 1
+    assert out["waiting_after"] == 0
+    assert out["records"] == 1
+
+
+def test_graph_memory_stays_apart_until_its_pool_is_released(libraries):
+    out = _run(libraries, "graphs")
+    assert out["same"], "inside the capture memory is reused"
+    assert out["apart"]
+    assert out["bad_calls"] == 0, "no forbidden driver call while a stream captures"
+    assert out["pools"] == 1
+    assert out["held"] == out["after_reset"] > 0, "empty_cache leaves graph memory alone"
+    assert out["safe"]
+    assert out["released"] == 0
+    assert out["stale"] == 1
+    assert out["next"]
+    assert out["pools_after"] == 1
+
+
+def test_out_of_memory_is_an_error_that_names_label_phase_and_hole(libraries):
+    pytest.importorskip("torch")
+    out = _run(libraries, "oom")
+    assert out["without"] is None
+    assert out["pool"] is None, "a pool returns null, so torch frees its caches and tries again"
+    if not out["connected"]:
+        pytest.skip("this libc10 exports no error function")
+    text = out["text"]
+    assert text.startswith(
+        "CUDA out of memory. Tried to allocate 200.00 MiB for label ephemeral in phase backward"
+    )
+    assert "largest hole" in text
+    assert "in use 20.00 MiB" in text
+    assert out["fits"], "the pool still works after the error"
+
+
+def test_eight_threads_never_share_a_block(libraries):
+    out = _run(libraries, "threads")
+    assert out["wrong"] == 0
+    assert out["live"] == 0
+    assert out["allocs"] == 16000
