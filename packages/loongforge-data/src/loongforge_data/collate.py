@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +54,8 @@ def _collate(values: Sequence[object], name: str) -> object:
                     "all samples need the same keys; use a collate_fn that fills in what is missing"
                 )
                 raise ValueError(msg)
-        return {key: _collate([value[key] for value in values], str(key)) for key in keys}  # type: ignore[index]
+        rows = cast("Sequence[Mapping[str, object]]", values)
+        return {key: _collate([row[key] for row in rows], str(key)) for key in keys}
     if isinstance(first, bool):
         return np.asarray(values, dtype=np.bool_)
     if isinstance(first, int):
@@ -64,7 +65,7 @@ def _collate(values: Sequence[object], name: str) -> object:
     if isinstance(first, np.ndarray | np.generic) or _is_tensor(first):
         return _stack([np.asarray(value) for value in values], name)
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*_positions(values, name))
+        return _rebuild(first, _positions(values, name))
     if isinstance(first, tuple):
         return tuple(_positions(values, name))
     if isinstance(first, list):
@@ -72,15 +73,22 @@ def _collate(values: Sequence[object], name: str) -> object:
     return list(values)
 
 
+def _rebuild(example: tuple[object, ...], values: Sequence[object]) -> object:
+    """Return a named tuple of the example's type."""
+    make = cast("Callable[..., object]", type(example))
+    return make(*values)
+
+
 def _positions(values: Sequence[object], name: str) -> list[object]:
-    lengths = {len(value) for value in values}  # type: ignore[arg-type]
+    rows = cast("Sequence[Sequence[object]]", values)
+    lengths = {len(row) for row in rows}
     if len(lengths) != 1:
         msg = f"{name} has {sorted(lengths)} entries in one batch; use a collate_fn that pads"
         raise ValueError(msg)
-    return [_collate(column, f"{name}[{i}]") for i, column in enumerate(zip(*values, strict=True))]  # type: ignore[call - overload]
+    return [_collate(column, f"{name}[{i}]") for i, column in enumerate(zip(*rows, strict=True))]
 
 
-def _stack(arrays: list[Array], name: str) -> Array:
+def _stack(arrays: list[Array], name: str) -> Array | list[object]:
     first = arrays[0]
     for position, array in enumerate(arrays):
         if array.shape != first.shape or array.dtype != first.dtype:
@@ -92,7 +100,7 @@ def _stack(arrays: list[Array], name: str) -> Array:
             )
             raise ValueError(msg)
     if first.dtype.kind in "USO":
-        return [array.item() for array in arrays]  # type: ignore[return-value]
+        return [array.item() for array in arrays]
     return np.stack(arrays)
 
 
@@ -112,7 +120,7 @@ def to_tensors(value: object) -> object:
     if isinstance(value, dict):
         return {key: to_tensors(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_tensors(item) for item in value))
+        return _rebuild(value, [to_tensors(item) for item in value])
     if isinstance(value, tuple):
         return tuple(to_tensors(item) for item in value)
     if isinstance(value, list) and any(isinstance(item, np.ndarray | dict | list | tuple) for item in value):
@@ -178,7 +186,7 @@ class DynamicPadCollator:
             batch[name] = padded
             batch[f"{name}_mask"] = mask
         self.counters["batches"] += 1
-        return to_tensors(batch) if torch_available() else batch  # type: ignore[return-value]
+        return cast("dict[str, object]", to_tensors(batch)) if torch_available() else batch
 
     def _pad(self, name: str, images: list[Array]) -> tuple[Array, npt.NDArray[np.bool_]]:
         kept = [self._limit(image) for image in images]

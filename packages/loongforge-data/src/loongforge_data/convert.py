@@ -105,16 +105,9 @@ def frame_to_rgb(
     Raises:
         ValueError: The crop, size, rotation or output does not fit the frame.
     """
-    name = frame.format.name
-    layout = FORMATS.get(name)
-    matrix = _MATRICES.get(int(frame.colorspace))
-    if layout is None or matrix is None:
-        return _by_scaler(frame, size=size, crop=crop, rotation=rotation, out=out)
-    full = layout.full or int(frame.color_range) == _FULL_RANGE
-    key = (frame.width, frame.height, name, matrix, full, rotation, crop, size)
-    converter = _converters.get(key)
+    converter = _converter_for(frame, size=size, crop=crop, rotation=rotation)
     if converter is None:
-        converter = _make_converter(key, layout, crop=crop, size=size)
+        return _by_scaler(frame, size=size, crop=crop, rotation=rotation, out=out)
     planes = frame.planes
     if out is None:
         out = np.empty((*converter.output_size, 3), dtype=np.uint8)
@@ -125,24 +118,35 @@ def frame_to_rgb(
     return out
 
 
-def _make_converter(
-    key: tuple[object, ...], layout: PixelFormat, *, crop: Crop | None, size: Size | None
-) -> FrameConverter:
-    width, height, _, matrix, full, rotation = key[:6]
-    converter = FrameConverter(
-        width=width,
-        height=height,
-        depth=layout.depth,
-        chroma_shift=layout.chroma,
-        matrix=matrix,
-        full_range=full,
-        rotation=rotation,
-        crop=crop,
-        size=size,
-    )
-    if len(_converters) >= _MAX_CONVERTERS:
-        _converters.clear()
-    _converters[key] = converter
+def _converter_for(
+    frame: av.VideoFrame, *, size: Size | None, crop: Crop | None, rotation: int
+) -> FrameConverter | None:
+    """Return the prepared conversion for frames of this kind; None when only FFmpeg's scaler knows the
+    format.
+    """
+    name = frame.format.name
+    layout = FORMATS.get(name)
+    matrix = _MATRICES.get(int(frame.colorspace))
+    if layout is None or matrix is None:
+        return None
+    full = layout.full or int(frame.color_range) == _FULL_RANGE
+    key = (frame.width, frame.height, name, matrix, full, rotation, crop, size)
+    converter = _converters.get(key)
+    if converter is None:
+        converter = FrameConverter(
+            width=frame.width,
+            height=frame.height,
+            depth=layout.depth,
+            chroma_shift=layout.chroma,
+            matrix=matrix,
+            full_range=full,
+            rotation=rotation,
+            crop=crop,
+            size=size,
+        )
+        if len(_converters) >= _MAX_CONVERTERS:
+            _converters.clear()
+        _converters[key] = converter
     return converter
 
 
@@ -189,3 +193,39 @@ def resize_rgb(picture: Picture, size: Size) -> Picture:
         converter.run([plane], [width], grey)
         result[:, :, channel] = grey[:, :, 0]
     return result
+
+
+def frame_into(
+    frame: av.VideoFrame,
+    target: memoryview,
+    *,
+    size: Size | None = None,
+    crop: Crop | None = None,
+    rotation: int = 0,
+) -> None:
+    """Convert a frame into raw bytes: like `frame_to_rgb` with ``out``, without making an array.
+
+    Args:
+        frame: Frame as the decoder gives it.
+        target: Writable bytes, exactly height x width x 3.
+        size: As in `frame_to_rgb`.
+        crop: As in `frame_to_rgb`.
+        rotation: As in `frame_to_rgb`.
+    """
+    converter = _converter_for(frame, size=size, crop=crop, rotation=rotation)
+    if converter is None:
+        picture = _by_scaler(frame, size=size, crop=crop, rotation=rotation, out=None)
+        if picture.nbytes != len(target):
+            msg = f"the picture has shape {picture.shape}, the target {len(target)} bytes"
+            raise ValueError(msg)
+        target[:] = picture.tobytes()
+        return
+    height, width = converter.output_size
+    if height * width * 3 != len(target):
+        msg = (
+            f"the picture has {height} x {width} pixels, its place {len(target)} bytes: sizes differ "
+            f"between files"
+        )
+        raise ValueError(msg)
+    planes = frame.planes
+    converter.run(planes, [plane.line_size for plane in planes], target)

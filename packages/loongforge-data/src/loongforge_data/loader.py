@@ -4,17 +4,31 @@ statistics.
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from loongforge_data.collate import default_collate
+from loongforge_data.cache import CacheConfig
+from loongforge_data.collate import to_tensors, torch_available
+from loongforge_data.errors import DataError
 from loongforge_data.order import DEFAULT_GROUP, EpochPlan, OrderConfig, Shuffle, Tail
+from loongforge_data.pipeline import Delivery, InlinePipeline, Pipeline, RingPipeline, RingSettings
+from loongforge_data.planning import VideoDataset, batch_layout
 from loongforge_data.resume import LoaderState, check_state, read_state
+from loongforge_data.sizing import DEFAULT_SLOT_MB, RingSize, available_bytes, ring_size, slots_needed
+from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
+from loongforge_data.workers.crew import choose_method
+from loongforge_data.workers.loop import WorkerSpec
 
 Batch = TypeVar("Batch")
 ShuffleArgument = bool | Literal["full", "block", "none"]
+OnError = Literal["raise", "skip"]
+_TABLE_BYTES = 1 << 20
+_RETUNE_BATCHES = 32
+_MIN_RATE_SAMPLES = 100
 
 
 @runtime_checkable
@@ -30,6 +44,18 @@ class MapDataset(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class SkippedSample:
+    """A sample that was left out."""
+
+    epoch: int
+    """Epoch."""
+    index: int
+    """Sample index."""
+    message: str
+    """What went wrong."""
+
+
 class ADFEDataLoader(Generic[Batch]):
     """Loads batches of a map-style data set.
 
@@ -37,9 +63,42 @@ class ADFEDataLoader(Generic[Batch]):
     depends on (seed, epoch, batch_size, world_size) alone, never on the number of workers or on a global
     random state.
 
-    Each ``iter()`` walks the rest of the current epoch; when it ends, the loader stands at the start of the
-    next one. ``state_dict()`` counts batches that were delivered, so nothing that was only prefetched is
-    lost.
+    Each ``iter()`` walks the rest of the current epoch; when it ends, the loader stands at the start of
+    the next one. ``state_dict()`` counts batches that were delivered, so nothing that was only prefetched
+    is lost.
+
+    A data set that lists its frames (`planning.VideoDataset`, such as `RobotDataset`) is decoded by group
+    of pictures for many batches at once, straight into shared memory; the arrays of a batch are views of
+    it. Any other data set is indexed in the workers.
+
+    Args:
+        dataset: Map-style data set.
+        batch_size: Samples per batch and rank.
+        num_workers: Worker processes; 0 loads in this process.
+        pin_memory: Register shared memory with CUDA, so that copies to the device can run on their own.
+        collate_fn: Makes a batch of a list of samples, in the workers; None stacks arrays and lists strings.
+        prefetch_factor: Batches ahead per worker, at least; video data sets use the whole ring.
+        persistent_workers: Keep workers when an epoch ends.
+        shuffle: False, True or "full" (exact permutation), "block" (see `order`).
+        seed: Seed of the shuffle and of the samples' random streams.
+        rank: This process's share, 0 to world_size - 1.
+        world_size: Number of ranks.
+        drop_last: Leave out samples that do not fill a global batch. Short for ``tail="drop"``.
+        tail: "short", "pad" or "drop", see `order.OrderConfig`; overrides ``drop_last``.
+        infinite: Go on with the next epoch instead of ending; ``len()`` stays batches per epoch.
+        group: Samples mixed together by the block shuffle; None fits half the ring, at most 512.
+        on_error: "raise" stops at a bad sample; "skip" leaves it out of its batch and lists it in
+            ``skipped``.
+        error_budget: With "skip": the most samples (int) or the largest share (float) that may be bad.
+        slots: Slots of the ring; None fits 8 x slot_mb, "auto" also adapts to measured step times.
+        slot_mb: MiB per slot where a batch's size is not known beforehand; 8 x slot_mb is the ring's budget.
+        threads_per_worker: Threads of each worker process; None shares the cores out among the workers.
+        cache: Directory or `CacheConfig` of the frame cache; None decodes always.
+        multiprocessing_context: "fork", "spawn" or "forkserver"; None forks unless CUDA is up.
+        timeout: Seconds after which a worker's job counts as hung and is done again by a new worker.
+
+    Raises:
+        ValueError: An argument is outside of what it names.
     """
 
     def __init__(
@@ -49,7 +108,7 @@ class ADFEDataLoader(Generic[Batch]):
         num_workers: int = 0,
         pin_memory: bool = False,  # noqa: FBT001 - positional in DataLoader too
         collate_fn: Callable[[list[object]], Batch] | None = None,
-        prefetch_factor: int = 2,
+        prefetch_factor: int | None = 2,
         persistent_workers: bool = False,  # noqa: FBT001
         *,
         shuffle: ShuffleArgument = False,
@@ -58,16 +117,51 @@ class ADFEDataLoader(Generic[Batch]):
         world_size: int = 1,
         drop_last: bool = False,
         tail: Tail | None = None,
-        group: int = DEFAULT_GROUP,
+        infinite: bool = False,
+        group: int | None = None,
+        on_error: OnError = "raise",
+        error_budget: float = 0.01,
+        slots: int | Literal["auto"] | None = None,
+        slot_mb: int = DEFAULT_SLOT_MB,
+        threads_per_worker: int | None = None,
+        cache: str | os.PathLike[str] | CacheConfig | None = None,
+        multiprocessing_context: str | None = None,
+        timeout: float = 60.0,
     ) -> None:
+        _check_range("num_workers", num_workers, 0, 1024)
+        _check_range("prefetch_factor", prefetch_factor or 2, 1, 1024)
+        _check_range("slot_mb", slot_mb, 1, 1 << 20)
+        if isinstance(slots, int):
+            _check_range("slots", slots, 2, 4096)
+        if on_error not in ("raise", "skip"):
+            msg = f"on_error is {on_error!r}, allowed are 'raise' and 'skip'"
+            raise ValueError(msg)
+        if not timeout > 0:
+            msg = f"timeout is {timeout}, allowed is a number of seconds above 0"
+            raise ValueError(msg)
+        if not 0 <= rank < world_size:
+            msg = f"rank is {rank}, allowed is 0 <= rank < world_size = {world_size}"
+            raise ValueError(msg)
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.pin_memory = pin_memory
-        self.prefetch_factor = prefetch_factor
+        self.collate_fn = collate_fn
+        self.prefetch_factor = prefetch_factor or 2
         self.persistent_workers = persistent_workers
-        self.collate_fn: Callable[[list[object]], Batch] = collate_fn or default_collate  # type: ignore[assignment]
         self.rank = rank
+        self.infinite = infinite
+        self.on_error: OnError = on_error
+        self.error_budget = error_budget
+        self.skipped: list[SkippedSample] = []
+        self._video = isinstance(dataset, VideoDataset)
+        self._images = dict(dataset.image_layout()) if isinstance(dataset, VideoDataset) else {}
+        self._slots = slots
+        self._slot_mb = slot_mb
+        self._timeout = timeout
+        self._threads = threads_per_worker
+        self._cache = _cache_config(cache, dataset)
+        self._method, self._method_reason = choose_method(multiprocessing_context)
         kind: Shuffle = shuffle if isinstance(shuffle, str) else ("full" if shuffle else "none")
         self._order = OrderConfig(
             length=len(dataset),
@@ -77,15 +171,20 @@ class ADFEDataLoader(Generic[Batch]):
             seed=seed,
             tail=tail or ("drop" if drop_last else "short"),
             block_starts=_block_starts(dataset) if kind == "block" else (),
-            group=group,
+            group=group or self._default_group(),
             lanes=world_size,
         )
+        self._size: RingSize | None = None
         self._plan: EpochPlan | None = None
         self._epoch = 0
         self._batch = 0
         self._generation = 0
-        self._wait_ms = 0.0
-        self._delivered = 0
+        self._counters = LoaderCounters()
+        self._pipeline: Pipeline | None = None
+        self._finalizer: weakref.finalize[..., object] | None = None
+        self._left_at: float | None = None
+
+    # -- order and position ------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -96,6 +195,11 @@ class ADFEDataLoader(Generic[Batch]):
     def batch(self) -> int:
         """Batches of the current epoch already delivered."""
         return self._batch
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._order.world_size
 
     def __len__(self) -> int:
         """Batches per epoch, equal on every rank."""
@@ -115,23 +219,6 @@ class ADFEDataLoader(Generic[Batch]):
             self._epoch, self._batch = epoch, 0
             self._generation += 1
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the rest of the current epoch."""
-        self._generation += 1
-        generation = self._generation
-        plan = self._current_plan()
-        while self._batch < plan.num_batches:
-            start = time.perf_counter()
-            indices = plan.batch(self._batch)
-            batch = self.collate_fn([self.dataset[int(i)] for i in indices])
-            self._wait_ms += 1e3 * (time.perf_counter() - start)
-            self._batch += 1
-            self._delivered += 1
-            yield batch
-            if generation != self._generation:
-                return
-        self._epoch, self._batch = self._epoch + 1, 0
-
     def state_dict(self) -> dict[str, object]:
         """Return the position after the last delivered batch; exact on any number of workers."""
         return LoaderState(
@@ -150,6 +237,9 @@ class ADFEDataLoader(Generic[Batch]):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue where a state was taken, also on another number of ranks with the same global batch.
 
+        An iterator that is already running ends; the next ``iter()`` delivers the batch after the saved
+        position.
+
         Raises:
             ValueError: The state belongs to another data set, order, global batch or format.
         """
@@ -161,12 +251,233 @@ class ADFEDataLoader(Generic[Batch]):
         self._epoch, self._batch = saved.epoch, saved.batch
         self._generation += 1
 
-    def stats(self) -> dict[str, float | int | str | None]:
-        """Return counters as a flat dict."""
-        return {"batches": self._delivered, "data_wait_ms": self._wait_ms}
+    # -- iteration ---------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over the rest of the current epoch."""
+        self._generation += 1
+        return self._iterate(self._generation)
+
+    def _iterate(self, generation: int) -> Iterator[Batch]:
+        while True:
+            plan = self._current_plan()
+            pipeline = self._ready_pipeline(plan)
+            if pipeline is not None:
+                pipeline.begin(plan, self._batch)
+                while self._batch < plan.num_batches:
+                    batch = self._next_batch(pipeline, plan)
+                    if batch is not None:
+                        yield cast("Batch", batch)
+                    if generation != self._generation:
+                        return
+            self._counters.padded_samples += plan.padded
+            self._epoch, self._batch = self._epoch + 1, 0
+            if not self.infinite or plan.num_batches == 0:
+                break
+        self._left_at = None
+        if not self.persistent_workers:
+            self._stop()
+
+    def _ready_pipeline(self, plan: EpochPlan) -> Pipeline | None:
+        if self._batch >= plan.num_batches:
+            return None
+        if self._pipeline is None:
+            self._pipeline = self._start()
+        return self._pipeline
+
+    def _next_batch(self, pipeline: Pipeline, plan: EpochPlan) -> object | None:
+        counters = self._counters
+        start = time.perf_counter()
+        if self._left_at is not None:
+            counters.step_ms.append(1e3 * (start - self._left_at))
+        try:
+            delivery = pipeline.next()
+            self._handle_bad(delivery)
+        except BaseException:
+            self._stop()
+            raise
+        value = self._finish(delivery)
+        self._batch += 1
+        end = time.perf_counter()
+        counters.last_wait_ms = 1e3 * (end - start)
+        counters.wait_ms += counters.last_wait_ms
+        counters.batches += 1
+        counters.samples += len(delivery.indices) - len({index for index, _ in delivery.bad})
+        self._left_at = end
+        if self._slots == "auto" and counters.batches % _RETUNE_BATCHES == 0:
+            self._retune(pipeline)
+        if value is None and plan.config.world_size > 1:
+            msg = (
+                f"every sample of batch {self._batch - 1} is bad ({delivery.bad[:2]}): leaving it out "
+                f"would give this rank "
+                "fewer batches than the others"
+            )
+            raise DataError(msg)
+        return value
+
+    def _finish(self, delivery: Delivery) -> object | None:
+        value = delivery.value
+        if self.collate_fn is None and torch_available():
+            value = to_tensors(value)
+        return value
+
+    def _handle_bad(self, delivery: Delivery) -> None:
+        if not delivery.bad:
+            return
+        index, text = delivery.bad[0]
+        if self.on_error == "raise":
+            msg = (
+                f"sample {index} cannot be loaded: {text}; use on_error='skip' to leave such samples out, "
+                "within error_budget"
+            )
+            raise DataError(msg, row=index)
+        found = [SkippedSample(epoch=self._epoch, index=i, message=t) for i, t in dict(delivery.bad).items()]
+        self.skipped += found
+        self._counters.skipped_samples += len(found)
+        count, seen = len(self.skipped), self._counters.samples + len(delivery.indices)
+        budget = self.error_budget
+        allowed = budget if isinstance(budget, int) else max(1.0, budget * max(seen, _MIN_RATE_SAMPLES))
+        if count > allowed:
+            msg = (
+                f"{count} samples of {seen} were bad, error_budget={budget} allows {allowed:g}; the last "
+                f"one: "
+                f"sample {index}: {text}"
+            )
+            raise DataError(msg, row=index)
+
+    # -- pipeline ----------------------------------------------------------------------------------
+
+    def _start(self) -> Pipeline:
+        spec = WorkerSpec(
+            dataset=self.dataset,
+            collate_fn=self.collate_fn,
+            images=self._images,
+            seed=self._order.seed,
+            skip_errors=self.on_error == "skip",
+            threads=self._threads or _threads_per_worker(self.num_workers, video=self._video),
+            cache=self._cache,
+        )
+        if self.num_workers == 0:
+            inline = InlinePipeline(spec)
+            self._finalizer = weakref.finalize(self, inline.close)
+            return inline
+        size = self._ring_size()
+        self._size = size
+        settings = RingSettings(
+            slots=size.slots,
+            slot_bytes=size.slot_bytes,
+            workers=self.num_workers,
+            method=self._method,
+            timeout=self._timeout,
+            chunk=max(1, size.slots // 2),
+            batch_size=self.batch_size,
+        )
+        ring = RingPipeline(spec, settings, self._counters)
+        self._finalizer = weakref.finalize(self, ring.close)
+        return ring
+
+    def _batch_bytes(self) -> int | None:
+        if not self._video:
+            return None
+        pictures = batch_layout(self._images, self.batch_size).table_offset
+        # The collate function's result lies in the slot too and may hold the pictures once more, as floats.
+        return pictures + _TABLE_BYTES + (pictures * 5 if self.collate_fn is not None else 0)
+
+    def _ring_size(self) -> RingSize:
+        ahead = self.prefetch_factor * self.num_workers
+        return ring_size(
+            batch_bytes=self._batch_bytes(),
+            slots=self._slots if isinstance(self._slots, int) else None,
+            slot_mb=self._slot_mb,
+            least=ahead + 3,
+            available=available_bytes(),
+        )
+
+    def _default_group(self) -> int:
+        """Return the samples that half a ring of the standard budget holds; a function of the arguments
+        alone.
+        """
+        size = self._batch_bytes()
+        if size is None:
+            return DEFAULT_GROUP
+        planned = ring_size(
+            batch_bytes=size,
+            slots=self._slots if isinstance(self._slots, int) else None,
+            slot_mb=self._slot_mb,
+            least=5,
+            available=1 << 50,
+        )
+        return min(DEFAULT_GROUP, max(1, planned.slots // 2) * self.batch_size)
+
+    def _retune(self, pipeline: Pipeline) -> None:
+        counters = self._counters
+        if not isinstance(pipeline, RingPipeline) or not counters.fill_ms or not counters.step_ms:
+            return
+        stats = self.stats()
+        step, fill = stats["step_ms_p95"], stats["fill_ms_mean"]
+        if isinstance(step, float) and isinstance(fill, float):
+            wanted = slots_needed(step_ms_p95=step, fill_ms=fill, workers=self.num_workers)
+            pipeline.set_active(max(wanted + 1, self.prefetch_factor * self.num_workers + 1))
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The running pipeline, or None before the first batch and after `close`."""
+        return self._pipeline
+
+    def stats(self) -> dict[str, Stat]:
+        """Return counters and times as a flat dict with stable names; unknown values are None."""
+        pipeline = self._pipeline
+        workers = pipeline.counters() if pipeline is not None else {}
+        depths = pipeline.depths() if pipeline is not None else {}
+        extra: dict[str, Stat] = {
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "workers": self.num_workers,
+            "start_method": self._method if self.num_workers else None,
+            "start_method_reason": self._method_reason if self.num_workers else None,
+            "slot_bytes": None if self._size is None else self._size.slot_bytes,
+            "slots_reason": None if self._size is None else self._size.reason,
+            **{f"queue_{name}": depth for name, depth in depths.items()},
+        }
+        return flat_stats(self._counters, workers, extra)
+
+    def _stop(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+        self._pipeline = None
 
     def close(self) -> None:
-        """Stop workers and give memory back."""
+        """Stop workers. The loader stays usable: the next ``iter()`` starts them again at the same
+        position.
+        """
+        self._generation += 1
+        self._stop()
+
+    def __enter__(self) -> ADFEDataLoader[Batch]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        msg = f"{name} is {value}, allowed is {low} to {high}"
+        raise ValueError(msg)
+
+
+def _cache_config(cache: str | os.PathLike[str] | CacheConfig | None, dataset: object) -> CacheConfig | None:
+    if cache is None:
+        return None
+    config = cache if isinstance(cache, CacheConfig) else CacheConfig(directory=os.fspath(cache))
+    return replace(config, fingerprint=config.fingerprint or _fingerprint(dataset) or "")
+
+
+def _threads_per_worker(workers: int, *, video: bool) -> int:
+    """Share the cores out: decoding releases the interpreter lock, user code of other data sets may not."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(4, cores // max(1, workers))) if video else 1
 
 
 def _fingerprint(dataset: object) -> str | None:
