@@ -90,6 +90,9 @@ def _read(path: Path) -> str:
 
 def _child(path: str, arguments: list[str], variables: dict[str, str], rank: int) -> None:
     os.environ.update(variables)
+    # The server hands its own start method down; loader workers of the script shall start as they do
+    # anywhere.
+    multiprocessing.set_start_method("fork", force=True)
     script = Path(path)
     for number, suffix in ((1, "out"), (2, "err")):
         descriptor = os.open(script.with_suffix(f".{rank}.{suffix}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

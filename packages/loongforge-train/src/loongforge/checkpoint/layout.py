@@ -95,14 +95,19 @@ class _CountingFile:
         self._descriptor = descriptor
         self.size = 0
         self.crc32 = 0
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         view = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         self.size += len(view)
         done = 0
-        while done < len(view):
-            done += os.write(self._descriptor, view[done : done + (1 << 26)])
+        try:
+            while done < len(view):
+                done += os.write(self._descriptor, view[done : done + (1 << 26)])
+        except OSError as error:
+            self.error = error
+            raise
         return len(view)
 
     def flush(self) -> None:
@@ -115,7 +120,13 @@ def write_file(path: Path, fill: Callable[[Sink], object]) -> FileEntry:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         sink = _CountingFile(descriptor)
-        fill(sink)
+        try:
+            fill(sink)
+        except Exception as error:
+            # torch.save hides the cause behind an error of its own zip writer.
+            if sink.error is not None:
+                raise sink.error from error
+            raise
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

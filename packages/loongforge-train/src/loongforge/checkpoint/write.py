@@ -85,7 +85,8 @@ class CheckpointWriter:
         removed = []
         if self.run.is_dir():
             for entry in self.run.iterdir():
-                if entry.name.startswith((TEMPORARY, TRASH)) and self._attempt not in entry.name:
+                own = entry.name.endswith(f"_{self._attempt}")
+                if entry.name.startswith((TEMPORARY, TRASH)) and not own:
                     shutil.rmtree(entry, ignore_errors=True)
                     removed.append(entry)
         return removed
