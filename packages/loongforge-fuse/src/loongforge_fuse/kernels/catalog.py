@@ -136,16 +136,67 @@ def optimizer_kernels() -> Iterator[KernelSpec]:
     yield update_spec("bf16", "bf16", "bf16", master=True)
 
 
+# (width, threads, vectors, block): ways to spread a forward row, to choose from by measurement.
+FORWARD_CHOICES = (
+    *((2048, t, v, b) for t, v in ((32, 8), (64, 4), (128, 2), (256, 1)) for b in (128, 256) if t <= b),
+    *((1536, t, v, b) for t, v, b in ((32, 6, 128), (32, 6, 256), (64, 3, 256), (96, 2, 96), (192, 1, 192))),
+    *((1152, t, v, b) for t, v, b in ((32, 5, 128), (32, 5, 256), (64, 3, 256), (160, 1, 160))),
+)
+# (width, threads, vectors, pace): the same for the backward pass.
+BACKWARD_CHOICES = (
+    *(
+        (2048, t, v, p)
+        for t, v, p in ((256, 1, 1), (256, 1, 2), (256, 1, 4), (128, 2, 1), (128, 2, 2), (64, 4, 1))
+    ),
+    *((1536, t, v, p) for t, v, p in ((192, 1, 1), (192, 1, 2), (192, 1, 4), (96, 2, 1), (96, 2, 2))),
+    *((1152, t, v, p) for t, v, p in ((160, 1, 1), (160, 1, 2), (160, 1, 4), (96, 2, 1))),
+)
+
+
+def tuning_kernels() -> Iterator[KernelSpec]:
+    """Candidates the benchmark chooses row plans from; not part of what is shipped."""
+    from loongforge_fuse.ops.norm import RowPlan, backward_spec, forward_spec
+
+    for width, threads, vectors, block in FORWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=block)
+        for layer, gain, offset in NORMS[width]:
+            for residual in (False, True):
+                yield forward_spec(
+                    plan, layer=layer, **_types("bf16"), gain=gain, offset=offset, residual=residual
+                )
+    for width, threads, vectors, pace in BACKWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, pace=pace)
+        for layer, gain, offset in NORMS[width]:
+            for columns in (False, True) if gain != "none" else (False,):
+                yield backward_spec(
+                    plan,
+                    layer=layer,
+                    x="bf16",
+                    w="bf16",
+                    y="bf16",
+                    gain=gain,
+                    columns=columns,
+                    offset=offset,
+                    carry=False,
+                )
+
+
+def _types(code: str) -> dict[str, str]:
+    return dict.fromkeys("xrwy", code)
+
+
 FAMILIES = {
     "elementwise": elementwise_kernels,
     "norm": norm_kernels,
     "image": image_kernels,
     "optimizer": optimizer_kernels,
+    "tuning": tuning_kernels,
 }
+SHIPPED = ("elementwise", "norm", "image", "optimizer")
 
 
 def catalog(family: str | None = None) -> tuple[KernelSpec, ...]:
-    """Return the kernels built ahead of time, of one family or all, each once.
+    """Return the kernels built ahead of time, each once: of one family, or of all that are shipped.
 
     Raises:
         ValueError: there is no such family.
@@ -153,6 +204,6 @@ def catalog(family: str | None = None) -> tuple[KernelSpec, ...]:
     if family is not None and family not in FAMILIES:
         message = f"unknown kernel family {family!r}; there are {', '.join(FAMILIES)}"
         raise ValueError(message)
-    chosen = FAMILIES if family is None else {family: FAMILIES[family]}
-    unique = {spec.name: spec for make in chosen.values() for spec in make()}
+    chosen = SHIPPED if family is None else (family,)
+    unique = {spec.name: spec for name in chosen for spec in FAMILIES[name]()}
     return tuple(unique[name] for name in sorted(unique))

@@ -90,10 +90,10 @@ def _compiled(
 
 def _line(kernel: CompiledKernel) -> str:
     report = kernel.report
+    access = f"16-byte loads {report.vector_loads:2} stores {report.vector_stores:2}"
     return (
-        f"{kernel.arch:7} {kernel.spec.name:104} regs {report.registers:3}  spill {report.spill_bytes}"
-        f"  shared {report.shared_bytes:5}  16-byte loads {report.vector_loads:2} stores
-        {report.vector_stores:2}" f"  {report.code_bytes} B"
+        f"{kernel.arch:7} {kernel.spec.name:104} registers {report.registers:3}  spill {report.spill_bytes}"
+        f"  shared {report.shared_bytes:5}  {access}  {report.code_bytes} B"
     )
 
 

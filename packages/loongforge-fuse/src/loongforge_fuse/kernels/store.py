@@ -3,7 +3,7 @@
 Search order: ``LOONGFORGE_CUBIN_DIR``, the cubins inside the installed package, the user cache
 (``LOONGFORGE_CACHE_DIR`` or ``~/.cache/loongforge``). A file is used when the hash of the kernel's source
 and description in its name matches and it was built for the same or a lower minor of the same major
-architecture. Files are compressed with zlib. The user cache is additionally separated by the versions of the compiler.
+architecture. Files are compressed with zlib. The user cache is separated by the versions of the compiler.
 """
 
 from __future__ import annotations

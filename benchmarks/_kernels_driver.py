@@ -1,0 +1,64 @@
+"""Runs every kernel family once on small tensors: the program that compute-sanitizer watches."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from loongforge_fuse import ops
+from loongforge_fuse.ops.adamw import FusedAdamW
+
+
+def main() -> None:
+    """Run forward and backward of every operator, aligned and misaligned, then print the counters."""
+    torch.manual_seed(0)
+    counter = ops.philox_counter(1, "cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for start in (0, 1):
+            flat = torch.randn(3 * 2048 + 16, device="cuda").to(dtype)
+            x = flat[start : start + 3 * 2048 + 5].clone().requires_grad_() if start == 0 else flat[1:]
+            x = x.detach().requires_grad_()
+            y = ops.gelu_tanh(x, p=0.1, key=ops.philox_next(counter))
+            z = ops.dropout_residual(ops.silu_mul(y, x), y, p=0.2, key=ops.philox_next(counter))
+            ops.cast_scale(z, torch.float32, factor=2.0)[0].sum().backward()
+        for width in (48, 128, 1152, 1536, 2048, 4608):
+            if dtype == torch.float16 and width not in (48, 2048):
+                continue
+            a, r = (torch.randn(2, 33, width, device="cuda").to(dtype).requires_grad_() for _ in "ar")
+            w = torch.randn(width, device="cuda").to(dtype).requires_grad_()
+            b = torch.randn(2, 2 * width, device="cuda").to(dtype).requires_grad_()
+            p, total = ops.layer_norm_modulate(a, residual=r, weight=w, bias=w)
+            loss = p.float().sum() + total.float().sum()
+            if width in (48, 1536):
+                scale, shift = b.chunk(2, -1)
+                loss = loss + ops.layer_norm_modulate(a, scale=scale, shift=shift).float().sum()
+            if width in (48, 128, 2048):
+                loss = loss + ops.rms_norm(a, residual=r, weight=w)[0].float().sum()
+            loss.backward()
+    images = torch.randint(0, 256, (2, 28, 56, 3), dtype=torch.uint8, device="cuda")
+    ops.image_to_half(images)
+    ops.image_to_half(images[:, :8, :1].contiguous())
+    table = ops.image_table([(28, 56)] * 2, flips=[True, False]).cuda()
+    ops.image_table_to_half(images.view(-1), table, (30, 64))
+    ops.image_table_to_half(images.view(-1), table, (30, 61))
+    for patch, size in ((14, (28, 56)), (16, (32, 48))):
+        for last in (True, False):
+            pixels = torch.randn(2 * size[0] * size[1] * 3, device="cuda").to(torch.bfloat16).requires_grad_()
+            t = ops.patch_table([size] * 2, patch, planar=not last).cuda()
+            mask = torch.arange(t.shape[0], device="cuda") % 3 != 0
+            ops.masked_unfold(pixels, t, patch=patch, mask=mask, last=last).float().sum().backward()
+            raw = torch.randint(0, 256, (pixels.numel(),), dtype=torch.uint8, device="cuda")
+            ops.masked_unfold(raw, t, patch=patch, last=last)
+    for dtype, masters in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
+        params = [torch.nn.Parameter(torch.randn(n, device="cuda").to(dtype)) for n in (3, 16384, 40001)]
+        optimizer = FusedAdamW(params, max_grad_norm=1.0, master_weights=masters, state_dtype=torch.float32)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+    torch.cuda.synchronize()
+    sys.stdout.write(f"{ops.op_counters()}\n")
+
+
+if __name__ == "__main__":
+    main()
