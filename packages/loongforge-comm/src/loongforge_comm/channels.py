@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,9 @@ class Channels:
     Two groups of the same ranks are used beside the caller's: ``ring`` for the backend's all-reduce and
     ``peers`` for
     the algorithms of :mod:`loongforge_comm.algorithms`, so that neither mixes with collectives of the model.
+    torch
+    names such groups by their ranks and by how many groups the process is in, so every rank must be in
+    equally many.
     """
 
     def __init__(
@@ -106,11 +110,7 @@ class Channels:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def _group(self) -> dist.ProcessGroup:
-        group = dist.new_group(
-            list(self.ranks),
-            timeout=self._timeout,
-            use_local_synchronization=len(self.ranks) < dist.get_world_size(),
-        )
+        group = dist.new_group(list(self.ranks), timeout=self._timeout, use_local_synchronization=True)
         if group is None or not isinstance(group, dist.ProcessGroup):
             msg = f"ranks {self.ranks} do not contain this process, rank {dist.get_rank()}"
             raise ValueError(msg)
@@ -146,7 +146,7 @@ class Channels:
         with torch.cuda.stream(side) if side is not None else nullcontext():
             if compress and payload.dtype == torch.float32:
                 small = payload.to(torch.bfloat16)
-                flight.after.append(lambda: _copy(payload, small))
+                flight.after.append(partial(_copy, payload, small))
                 payload = small
             if timed and side is not None:
                 flight.start_event = cuda_event()

@@ -54,6 +54,8 @@ class SchedulerConfig:
     buffers: BufferPolicy = "forward"
     """``forward``: rank 0's module buffers are broadcast before each synchronised forward, as stock DDP does.
     ``off``: only at start and in ``sync_buffers()``."""
+    find_unused_parameters: bool = False
+    """Passed to stock DDP in mode ``plan-only``; the other modes never need it."""
     broadcast_initial: bool = True
     """Broadcast parameters and buffers of rank 0 at start, frozen ones too."""
     link_budget_s: float = 1.0

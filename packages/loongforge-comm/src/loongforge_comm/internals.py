@@ -87,3 +87,11 @@ def original_module(model: torch.nn.Module) -> torch.nn.Module | None:
     """The module inside a ``torch.compile`` wrapper, ``None`` for a plain module."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else None
+
+
+def ignore_in_stock_ddp(model: torch.nn.Module, names: list[str]) -> None:
+    """Tell ``DistributedDataParallel`` to leave these parameters and buffers alone (its only way to do
+    so).
+    """
+    mark = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    mark(model, names)  # type: ignore[no-untyped-call]

@@ -255,12 +255,23 @@ def _bucket(index: int, items: list[_Item], group: str, strategy: str, times: tu
         strategy=strategy,
         dtype=items[0].spec.dtype,
         device=items[0].spec.device,
-        pieces=tuple(Piece(name=item.spec.name, start=item.start, stop=item.stop) for item in items),
+        pieces=_pieces(items),
         nbytes=sum(item.nbytes for item in items),
         ready_ms=items[-1].spec.ready_ms,
         start_ms=times[0],
         end_ms=times[1],
     )
+
+
+def _pieces(items: list[_Item]) -> tuple[Piece, ...]:
+    """Parts of one tensor that met in one bucket become one piece."""
+    result: list[Piece] = []
+    for item in items:
+        if result and result[-1].name == item.spec.name:
+            result[-1] = Piece(name=item.spec.name, start=result[-1].start, stop=item.stop)
+        else:
+            result.append(Piece(name=item.spec.name, start=item.start, stop=item.stop))
+    return tuple(result)
 
 
 def _notes(streams: dict[tuple[str, str], list[_Item]], link: LinkModel) -> tuple[str, ...]:

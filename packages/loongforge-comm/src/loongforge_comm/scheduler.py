@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from loongforge_comm import ddp
 from loongforge_comm import state as saved_state
 from loongforge_comm.agreement import Agreement, group_store
 from loongforge_comm.channels import Channels
@@ -33,7 +35,7 @@ from loongforge_comm.waiting import BucketWaiter
 
 LOG = logging.getLogger("loongforge_comm")
 LATE_FIRST_GRADIENT = 0.9
-_instances = itertools.count()
+_instances: Counter[tuple[int, ...]] = Counter()
 
 
 class GradientScheduler:
@@ -121,7 +123,8 @@ class GradientScheduler:
         config = self.config
         self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self._rank = dist.get_rank()
-        label = str(next(_instances))
+        label = str(_instances[self._ranks])  # the group's ranks have made equally many before
+        _instances[self._ranks] += 1
         self._agreement = Agreement(
             group_store(self._ranks, label), self._ranks, self._rank, config.agree_timeout_s
         )
@@ -150,13 +153,33 @@ class GradientScheduler:
         self._all_parameters = [p for _, p in self._model.named_parameters()]
         self._trainable_now = self._trainable_flags()
         self._hooked: dict[str, nn.Parameter] = {}
-        self._install_parameter_hooks()
-        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
-        self._handles.append(self._model.register_forward_hook(self._after_forward))
         self._forward_synced = True
         self._ready_history: list[dict[str, float]] = []
         self._telemetry: Telemetry | None = None
         self._peer_times: dict[str, object] = {}
+        if config.mode == "plan-only":
+            self._wrap_stock()
+            return
+        self._install_parameter_hooks()
+        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
+        self._handles.append(self._model.register_forward_hook(self._after_forward))
+
+    def _wrap_stock(self) -> None:
+        """Hand the plan to stock DDP; our own buffers are made only if ``reduce_now`` is called."""
+        config = self.config
+        if self._plan is None:
+            self._plan = self._first_plan()
+        saved_state.check_plan_fits(self._plan, self._model, config.local_parameters, len(self._ranks))
+        self._agreement.require_equal("communication plan", self._plan.hash, "load one plan on all ranks")
+        self.module = ddp.wrap(
+            self._model,
+            self._plan,
+            self._channels.ring,
+            local=config.local_parameters,
+            broadcast_buffers=config.buffers == "forward",
+            compress=config.compress == "bf16",
+            find_unused_parameters=config.find_unused_parameters,
+        )
 
     # ---- plan
     # -----------------------------------------------------------------------------------------------------
@@ -292,7 +315,7 @@ class GradientScheduler:
         reducer = self._reducer
         if reducer is None or not self._sync or self._closed or reducer.launched:
             return
-        if accumulates(next(iter(self._hooked.values()))):
+        if accumulates(next(p for p in self._hooked.values() if p.requires_grad)):
             reducer.arm(nested=False)
 
     def _recover(self) -> None:
@@ -336,8 +359,10 @@ class GradientScheduler:
         before, self._sync = self._sync, False
         if self.active and self._reducer is not None:
             self._reducer.sync = False
+        stock = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
         try:
-            yield
+            with stock:
+                yield
         finally:
             self._sync = before
             if self.active and self._reducer is not None:
@@ -371,6 +396,12 @@ class GradientScheduler:
         has travelled with a reduction. One rank's request is enough; of several the lowest rank's wins.
         """
         check_strategy(name)
+        if self.config.mode == "plan-only":
+            msg = (
+                "mode is 'plan-only', where stock DDP fixes its buckets at the start; use mode 'hooks' to "
+                "switch"
+            )
+            raise ValueError(msg)
         self._wanted = name
         if self.active:
             self._ready_reducer().request = True
@@ -389,6 +420,9 @@ class GradientScheduler:
             step: the trainer's step number, for messages; counted here when ``None``.
         """
         if not self.active:
+            return
+        if self.config.mode == "plan-only":
+            self._steps += 1
             return
         reducer = self._ready_reducer()
         if reducer.armed:
@@ -632,6 +666,8 @@ class GradientScheduler:
         self._link = loaded.link
         self._reducer = None
         self._plan = loaded.plan
+        if self.config.mode == "plan-only":
+            self._wrap_stock()
 
     def _require_active(self, what: str) -> None:
         if not self.active:

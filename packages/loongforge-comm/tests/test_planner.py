@@ -1,0 +1,153 @@
+"""The dynamic programme against brute force, its speed, and the plan's text form."""
+
+import itertools
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loongforge_comm import CommPlan, Curve, GradientSpec, LinkModel, plan_buckets
+from loongforge_comm.planner import choose_strategy, cost_curve, segment
+
+
+def brute_force(ready: list[float], sizes: list[float], curve: Curve, extra: float = 0.0) -> float:
+    """Finish time of the best of all 2^(n-1) segmentations."""
+    best = float("inf")
+    count = len(sizes)
+    for cut in itertools.product((False, True), repeat=count - 1):
+        finish, start = 0.0, 0
+        for stop in [i + 1 for i, c in enumerate(cut) if c] + [count]:
+            cost = float(curve.predict(np.asarray([sum(sizes[start:stop])]))[0])
+            finish = max(finish, ready[stop - 1]) + cost + extra
+            start = stop
+        best = min(best, finish)
+    return best
+
+
+def gradient(index: int, numel: int, ready: float, **changes: object) -> GradientSpec:
+    base = {"shape": (numel,), "stride": (1,), "dtype": "float32", "device": "cpu", "ready_ms": ready}
+    return GradientSpec(name=f"p{index}", **{**base, **changes})
+
+
+tensors = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 10**7)), min_size=1, max_size=12)
+curves = st.builds(
+    lambda alpha, rate, bend: Curve(
+        nbytes=(0.0, 1e5, 1e7),
+        ms=(alpha, alpha + 1e5 * rate * bend, alpha + 1e5 * rate * bend + 9.9e6 * rate),
+    ),
+    st.floats(0, 3),
+    st.floats(1e-8, 1e-5),
+    st.floats(0.1, 3.0),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tensors, curves, st.floats(0, 0.5))
+def test_finish_time_equals_brute_force_on_random_instances(
+    items: list[tuple[float, int]], curve: Curve, extra: float
+) -> None:
+    ready = sorted(r for r, _ in items)
+    sizes = [float(s) for _, s in items]
+    cuts, finish = segment(np.asarray(ready), np.asarray(sizes), [curve], extra_ms=extra)
+    assert cuts[-1] == len(items)
+    assert cuts == sorted(set(cuts))
+    assert finish == pytest.approx(brute_force(ready, sizes, curve, extra), rel=1e-9, abs=1e-12)
+
+
+def test_two_thousand_gradients_are_planned_in_under_100_ms() -> None:
+    generator = np.random.default_rng(0)
+    sizes = generator.choice([1024, 4096, 2**20, 2**22], 2000).astype(np.float64)
+    ready = np.sort(generator.uniform(0, 250, 2000))
+    curve = cost_curve(LinkModel.from_alpha_beta(0.2, 5.0))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        segment(ready, sizes, [curve])
+        times.append((time.perf_counter() - begin) * 1e3)
+    assert min(times) < 100.0, times
+
+
+def test_a_gradient_is_never_charged_before_it_is_ready_and_groups_never_mix() -> None:
+    specs = [
+        gradient(0, 1000, 1.0, group="vision", strategy="tree"),
+        gradient(1, 1000, 2.0, group="vision", strategy="tree"),
+        gradient(2, 1000, 3.0),
+        gradient(3, 1000, 4.0, dtype="bfloat16"),
+        gradient(4, 0, 5.0),
+    ]
+    plan = plan_buckets(specs, LinkModel.from_alpha_beta(5.0, 1.0))
+    groups = [{p.name for p in b.pieces} for b in plan.buckets]
+    assert groups == [{"p0", "p1"}, {"p3"}, {"p2", "p4"}]
+    assert [b.group for b in plan.buckets] == ["vision", "low", "low"]
+    assert plan.buckets[0].strategy == "tree"
+    assert all(b.start_ms >= b.ready_ms for b in plan.buckets)
+    assert "exposed" in plan.explain()
+
+
+def test_large_tensors_are_split_at_the_limit() -> None:
+    plan = plan_buckets(
+        [gradient(0, 10, 0.0), gradient(1, 10**6, 1.0)],
+        LinkModel.from_alpha_beta(0.1, 1.0),
+        max_bucket_mib=1.0,
+    )
+    parts = [p for b in plan.buckets for p in b.pieces if p.name == "p1"]
+    assert len(parts) == 4
+    assert all(b.nbytes <= 2**20 for b in plan.buckets)
+    assert parts[0].start == 0
+    assert parts[-1].stop == 10**6
+
+
+def test_another_strategy_needs_a_clear_lead_over_the_ring() -> None:
+    ring = Curve.linear(1.0, 1.0)
+    link = LinkModel(
+        world_size=2,
+        backend="model",
+        curves={"ring": ring, "direct": Curve.linear(0.97, 1.0), "tree": Curve.linear(0.5, 4.0)},
+    )
+    assert choose_strategy(link, 1024.0) == "tree"
+    assert choose_strategy(link, 2.0**23) == "ring"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 50), st.integers(0, 10**6), st.sampled_from(["float32", "bfloat16"])),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_every_element_is_sent_once_and_the_text_form_is_exact(items: list[tuple[float, int, str]]) -> None:
+    specs = [gradient(i, n, r, dtype=d) for i, (r, n, d) in enumerate(items)]
+    plan = plan_buckets(specs, LinkModel.from_alpha_beta(0.2, 2.0), max_bucket_mib=0.5)
+    plan.validate()
+    again = CommPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again.hash == plan.hash
+    sent = {}
+    for bucket in plan.buckets:
+        for piece in bucket.pieces:
+            sent[piece.name] = sent.get(piece.name, 0) + piece.stop - piece.start
+    assert sent == {spec.name: spec.numel for spec in specs}
+    assert sum(plan.bucket_cap_mb_list()) == pytest.approx(plan.nbytes / 2**20)
+
+
+def test_damaged_plans_are_refused_with_the_reason() -> None:
+    plan = plan_buckets([gradient(0, 10, 0.0)], LinkModel.from_alpha_beta(0.1, 1.0))
+    data = json.loads(plan.to_json())
+    with pytest.raises(ValueError, match="version 7, allowed is 1"):
+        CommPlan.from_json(json.dumps({**data, "version": 7}))
+    data["buckets"][0]["pieces"][0]["stop"] = 9
+    with pytest.raises(ValueError, match="the file was changed"):
+        CommPlan.from_json(json.dumps(data))
+    with pytest.raises(ValueError, match="not a communication plan"):
+        CommPlan.from_json("[]")
+
+
+def test_noisy_measurements_become_monotone() -> None:
+    curve = Curve.fit([1, 2, 3, 4], [1.0, 3.0, 2.0, 4.0])
+    assert curve.ms == (1.0, 2.5, 2.5, 4.0)
+    assert curve.predict(np.asarray([0.0, 8.0])).tolist() == pytest.approx([1.0, 7.0])
+    again = LinkModel.from_json(LinkModel(world_size=2, backend="gloo", curves={"ring": curve}).to_json())
+    assert again.curves["ring"] == curve
