@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loongforge.recipes.gr00t_n1_6.config import GrootConfig
+from loongforge.recipes.gr00t_n1_6.lora import LoraConfig, add_adapters
 from loongforge.recipes.gr00t_n1_6.model import GrootModel
 
 _RESIDUAL_ENDS = (
@@ -22,10 +23,13 @@ _RESIDUAL_ENDS = (
 )
 
 
-def build_on_meta(config: GrootConfig) -> GrootModel:
-    """Build the model without memory for its parameters."""
+def build_on_meta(config: GrootConfig, lora: LoraConfig | None = None) -> GrootModel:
+    """Build the model without memory for its parameters, with adapters where asked for."""
     with torch.device("meta"):
-        return GrootModel(config)
+        model = GrootModel(config)
+        if lora is not None:
+            add_adapters(model, lora)
+    return model
 
 
 def materialise(
@@ -66,6 +70,9 @@ def random_fill(seed: int, config: GrootConfig) -> Callable[[str, Tensor], None]
     @torch.no_grad()
     def fill(name: str, value: Tensor) -> None:
         kind = name.rsplit(".", 1)[-1]
+        if kind == "lora_B":
+            value.zero_()
+            return
         if value.ndim == 1 or kind in ("bias", "b", "in_proj_bias"):
             is_norm = kind == "weight"
             value.fill_(1.0 if is_norm else 0.0)

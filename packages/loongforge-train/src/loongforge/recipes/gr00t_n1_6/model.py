@@ -232,6 +232,7 @@ class GrootModel(nn.Module):
         features = vlln(at_dtype_of(features, vlln.weight))
         if torch.is_autocast_enabled(features.device.type):
             features = features.to(torch.get_autocast_dtype(features.device.type))
+        features = at_dtype_of(features, self.action_head.model.proj_out_1.weight)
         if not self.work.split_cross_attention:
             valid = tensor(batch, "attention_mask").bool()
             image = tensor(batch, "input_ids") == self.config.language.image_token_id
@@ -278,7 +279,9 @@ class GrootModel(nn.Module):
         actions = head.action_encoder(at_dtype_of(noisy, head.action_encoder.W1.W), buckets, slot)
         actions = actions + head.position_embedding.weight[: noisy.shape[1]].to(actions.dtype)
         x = torch.cat((state_token.to(actions.dtype), actions), dim=1)
+        x = at_dtype_of(x, head.model.proj_out_1.weight)
         rows = head.model(x, buckets, *memories, recompute=self.work.recompute)
+        rows = at_dtype_of(rows, head.action_decoder.layer1.W)
         # The decoder works row by row, so the state row is left out before it.
         return head.action_decoder(rows[:, -noisy.shape[1] :], slot)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import torch
@@ -12,9 +13,11 @@ from torch import nn
 
 from loongforge.errors import ConfigError
 from loongforge.recipes.base import Collate, SampleSource, decay_groups
+from loongforge.recipes.gr00t_n1_6.budget import plan_memory
 from loongforge.recipes.gr00t_n1_6.collate import GrootCollate, view_plans
 from loongforge.recipes.gr00t_n1_6.config import GrootConfig
 from loongforge.recipes.gr00t_n1_6.initialise import build_on_meta, materialise, random_fill
+from loongforge.recipes.gr00t_n1_6.lora import LoraConfig
 from loongforge.recipes.gr00t_n1_6.model import GrootModel
 from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
     Embodiment,
@@ -41,6 +44,8 @@ from loongforge.recipes.gr00t_n1_6.slots import (
 )
 from loongforge.recipes.settings import updated
 
+log = logging.getLogger("loongforge")
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # The names that the public recipe leaves without weight decay, besides the parameters of nn.LayerNorm.
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|layer_norm|vlln")
@@ -62,6 +67,9 @@ class GrootOptions:
         formalise_language: Lower-case the instruction and drop punctuation.
         live_slots: ``auto`` leaves unused embodiment slots out of communication and optimizer where that
             changes nothing; ``off`` keeps all of them.
+        lora: Low-rank adapters; off by default.
+        memory_budget_gb: GPU memory the run must fit, GB; chooses adapters, recomputation and dropped unused
+            tensors. None changes nothing.
     """
 
     config: GrootConfig = field(default_factory=GrootConfig)
@@ -74,6 +82,8 @@ class GrootOptions:
     frozen_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     formalise_language: bool = True
     live_slots: Literal["auto", "off"] = "auto"
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    memory_budget_gb: float | None = None
 
 
 class GrootRecipe:
@@ -96,10 +106,28 @@ class GrootRecipe:
         """Return the default options with ``overrides`` (nested tables or dotted names)."""
         return updated(self.default_options, overrides or {})
 
+    def fitted(self, options: GrootOptions) -> GrootOptions:
+        """Return the options with what the memory budget asks for; unchanged where there is no budget."""
+        if options.memory_budget_gb is None:
+            return options
+        plan = plan_memory(
+            options.config,
+            options.lora,
+            budget_gb=options.memory_budget_gb,
+            batch_size=int(_number(self.training.get("batch_size"), 1)),
+            tokens=options.pad_to or 220,
+            live_slots=self.slot_decision(options).live,
+        )
+        log.info(
+            "memory budget %s GB: %s", options.memory_budget_gb, ", ".join(plan.steps) or "fits as it is"
+        )
+        return replace(options, config=plan.config, lora=plan.lora)
+
     # ---- model -------------------------------------------------------------------------------------------
     def build_model(self, options: GrootOptions, seed: int, *, device: str = "cpu") -> GrootModel:
         """Build the model on ``device``, tensor by tensor, so that no second copy ever exists."""
-        model = build_on_meta(options.config)
+        options = self.fitted(options)
+        model = build_on_meta(options.config, options.lora)
         model.image_options = options.image
         fill = random_fill(seed, options.config)
         materialise(model, device, frozen_dtype=_DTYPES[options.frozen_dtype], fill=fill)
