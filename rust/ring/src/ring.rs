@@ -578,7 +578,12 @@ impl Ring {
     #[must_use]
     pub fn outstanding(&self) -> usize {
         let header = self.header();
-        (header.tail.load(Ordering::Acquire) - header.head.load(Ordering::Acquire)) as usize
+        (header.head.load(Ordering::Acquire)..header.tail.load(Ordering::Acquire))
+            .filter(|serial| {
+                let (kind, _) = job::split(self.entry(self.index(*serial)).0.state.word());
+                matches!(kind, job::QUEUED | job::CLAIMED)
+            })
+            .count()
     }
 
     /// Waits until something was finished since `seen`, or the time is over; returns the new progress number.
