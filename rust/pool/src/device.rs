@@ -1,6 +1,7 @@
 //! What the heap needs from a device, and a device with logical time for tests.
 
 use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{PoolError, Result};
 
@@ -228,5 +229,59 @@ impl Device for FakeDevice {
 
     fn available(&mut self) -> Option<u64> {
         Some(self.budget - self.used)
+    }
+}
+
+/// A device that a test can reach while a heap owns it.
+#[derive(Clone, Default)]
+pub struct SharedDevice(Arc<Mutex<FakeDevice>>);
+
+impl SharedDevice {
+    /// Share `device`.
+    pub fn new(device: FakeDevice) -> Self {
+        Self(Arc::new(Mutex::new(device)))
+    }
+
+    /// The device itself.
+    pub fn get(&self) -> MutexGuard<'_, FakeDevice> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Device for SharedDevice {
+    fn reserve(&mut self, bytes: u64) -> Result<u64> {
+        self.get().reserve(bytes)
+    }
+
+    fn release(&mut self, base: u64, bytes: u64) {
+        self.get().release(base, bytes);
+    }
+
+    fn record(&mut self, stream: StreamId) -> Result<EventId> {
+        self.get().record(stream)
+    }
+
+    fn done(&mut self, event: EventId) -> Result<bool> {
+        self.get().done(event)
+    }
+
+    fn wait(&mut self, stream: StreamId, event: EventId) -> Result<()> {
+        self.get().wait(stream, event)
+    }
+
+    fn forget(&mut self, event: EventId) {
+        self.get().forget(event);
+    }
+
+    fn capture(&mut self, stream: StreamId) -> Option<u64> {
+        self.get().capture(stream)
+    }
+
+    fn synchronize(&mut self) -> Result<()> {
+        self.get().synchronize()
+    }
+
+    fn available(&mut self) -> Option<u64> {
+        self.get().available()
     }
 }

@@ -24,6 +24,9 @@ pub(super) struct ActiveCapture {
     pub seen: Option<(u64, StreamId)>,
 }
 
+/// Captures that are remembered although nothing was seen of them.
+const SUSPECTS: usize = 4;
+
 impl Heap {
     /// A capture into pool `id` is about to begin. Work already on the device is waited for, so that the graph may use
     /// memory that eager work has left.
@@ -78,6 +81,7 @@ impl Heap {
     /// Pool `id` is no longer used by a graph; its free memory goes back when the last user is gone.
     pub fn release_pool(&mut self, id: PoolId) -> Result<()> {
         self.active.retain(|a| a.id != id);
+        self.suspects.retain(|a| a.id != id);
         let position =
             self.graphs
                 .iter()
@@ -138,9 +142,14 @@ impl Heap {
         {
             return Some(active.owner);
         }
-        let fresh = self.active.iter_mut().rev().find(|a| a.seen.is_none())?;
-        fresh.seen = Some((capture, stream));
-        Some(fresh.owner)
+        if let Some(fresh) = self.active.iter_mut().rev().find(|a| a.seen.is_none()) {
+            fresh.seen = Some((capture, stream));
+            return Some(fresh.owner);
+        }
+        let mut back = self.suspects.pop()?;
+        back.seen = Some((capture, stream));
+        self.active.push(back);
+        Some(back.owner)
     }
 
     /// Drop captures whose stream does not capture any more: they failed and nobody told us.
@@ -162,17 +171,19 @@ impl Heap {
         }
     }
 
-    /// As [`Heap::purge_seen`], and also captures in which nothing was ever allocated. Called where no capture can be
-    /// between its begin and its first allocation: before the next one begins and when the cache is emptied.
+    /// As [`Heap::purge_seen`]; captures in which nothing was allocated yet become suspects: they may have failed, or
+    /// their first allocation is still to come (then they are taken up again).
     pub(super) fn purge_captures(&mut self) {
         self.purge_seen();
-        for capture in std::mem::take(&mut self.active) {
-            if capture.seen.is_some() {
-                self.active.push(capture);
-            } else {
-                self.counters.stale_captures += 1;
-                self.abandon(capture.id);
-            }
+        let (seen, unseen) = std::mem::take(&mut self.active)
+            .into_iter()
+            .partition(|a| a.seen.is_some());
+        self.active = seen;
+        self.suspects.extend::<Vec<ActiveCapture>>(unseen);
+        while self.suspects.len() > SUSPECTS {
+            let gone = self.suspects.remove(0);
+            self.counters.stale_captures += 1;
+            self.abandon(gone.id);
         }
     }
 

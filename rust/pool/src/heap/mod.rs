@@ -182,6 +182,7 @@ pub struct Heap {
     deferred: Vec<(Block, Vec<StreamId>)>,
     graphs: Vec<graphs::GraphPool>,
     active: Vec<graphs::ActiveCapture>,
+    suspects: Vec<graphs::ActiveCapture>,
     plan: Option<Carved>,
     plan_serial: u32,
     residual: AddressMap<u16>,
@@ -220,6 +221,7 @@ impl Heap {
             deferred: Vec::new(),
             graphs: Vec::new(),
             active: Vec::new(),
+            suspects: Vec::new(),
             plan: None,
             plan_serial: 0,
             residual: AddressMap::default(),
@@ -256,7 +258,8 @@ impl Heap {
         if self.arenas.is_empty() {
             self.start(stream)?;
         }
-        if !self.active.is_empty()
+        // The default stream cannot capture, so it need not be asked about captures that are only suspected.
+        if (!self.active.is_empty() || (!self.suspects.is_empty() && stream != 0))
             && let Some(owner) = self.capturing_owner(stream)
         {
             return self.alloc_online(size, stream, label, owner);
