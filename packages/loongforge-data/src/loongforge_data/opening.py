@@ -71,7 +71,9 @@ def open_files(
     chosen = _with_files(chosen, used, problems)
     rows = load_rows(info, chosen, columns=columns, report=problems.append)
     tasks = _tasks(root, info, rows)
-    placements = place_videos(list(table), used, info.fps, count=frame_count, report=_only(rows, problems))
+    placements = place_videos(
+        list(table), used, info.fps, count=frame_count, report=_only(rows, problems), notice=notices.append
+    )
     rows = _drop_unplaced(rows, used, placements)
     cuts: dict[int, int] = {}
     if _reads_headers(verify, rows, used, placements):

@@ -168,6 +168,8 @@ def _check_files(info: DatasetInfo, table: EpisodeTable, report: Report) -> tupl
             continue
         cameras.append(key)
     for episode in table:
+        if episode.length == 0:
+            continue
         paths = [("table", episode.data_path)]
         for key in cameras:
             if key in episode.videos:
@@ -277,11 +279,14 @@ def _check_videos(
     def report_offset(error: DataError) -> None:
         report.error("video-offset", error)
 
+    def note(text: str) -> None:
+        report.add("warning", "video-offset", text)
+
     def count(path: str) -> int:
         return len(video_index(path)) if file_state(path).problem is None else frame_count(path)
 
-    usable = [e for e in table if all(_readable(e, camera) for camera in cameras)]
-    placements = place_videos(usable, cameras, info.fps, count=count, report=report_offset)
+    usable = [e for e in table if e.length > 0 and all(_readable(e, camera) for camera in cameras)]
+    placements = place_videos(usable, cameras, info.fps, count=count, report=report_offset, notice=note)
     for episode in usable:
         for camera in cameras:
             place = placements.get((episode.index, camera))

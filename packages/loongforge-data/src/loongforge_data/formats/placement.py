@@ -30,14 +30,16 @@ def place_videos(
     *,
     count: Callable[[str], int],
     report: Callable[[DataError], None],
+    notice: Callable[[str], None],
 ) -> Mapping[tuple[int, str], Placement]:
     """Find the first frame of each episode and camera.
 
     `from_timestamp` times fps is snapped to the nearest whole frame and compared with the summed lengths of
     the episodes that come before in the same file. Where both agree (nearly always) no file is opened. Where
-    they differ, the frame count of the file decides: if it equals the sum of lengths the sums are right
-    (drifted or cut-short times); if every snapped range lies inside the file without overlap, the file has
-    gaps and the times are right; otherwise the metadata does not describe the file and it is an error.
+    they differ, the frame count of the file decides: if it equals the sum of lengths and no start is further
+    off than one frame per earlier episode, the sums are right (drifted or cut-short times); if every snapped
+    range lies inside the file without overlap, the file has gaps and the times are right; otherwise the
+    metadata does not describe the file and it is an error. A correction is told by a notice, never silent.
 
     Args:
         episodes: All episodes of the data set (also those not asked for: they take part in the sums).
@@ -45,6 +47,7 @@ def place_videos(
         fps: Frames per second.
         count: Returns the number of frames in a file.
         report: Called with each problem; the episode then has no placement for that camera.
+        notice: Called with a remark where times and lengths differ and one of them is right.
 
     Returns:
         Placement by (episode index, camera).
@@ -57,7 +60,7 @@ def place_videos(
             if span is not None:
                 by_file.setdefault(span.path, []).append((episode, span.from_timestamp))
         for path, members in by_file.items():
-            firsts = _place_file(path, members, fps, count, report)
+            firsts = _place_file(path, members, fps, count, report, notice)
             for index, first in firsts.items():
                 result[index, camera] = Placement(path=path, first=first)
     return result
@@ -69,6 +72,7 @@ def _place_file(
     fps: Fraction,
     count: Callable[[str], int],
     report: Callable[[DataError], None],
+    notice: Callable[[str], None],
 ) -> dict[int, int]:
     if all(start is None for _, start in members):
         return {episode.index: 0 for episode, _ in members}
@@ -87,11 +91,18 @@ def _place_file(
         for episode, _ in members:
             report(VideoError(error.message, path=path, episode=episode.index))
         return {}
-    if frames == total:
+    # Each end cut short by one frame moves the next start by one more: k frames at most after k episodes.
+    drift = max(
+        abs(snapped[episode.index] - summed[episode.index]) - k for k, (episode, _) in enumerate(members)
+    )
+    in_order = [episode.index for episode, _ in members] == sorted(snapped)
+    if frames == total and drift <= 0 and in_order:
+        notice(f"start times in {path} drift from whole frames; the lengths of the episodes are used")
         return summed
     ends = [snapped[episode.index] + episode.length for episode, _ in members]
     overlap = any(end > snapped[after.index] for end, (after, _) in zip(ends, members[1:], strict=False))
     if not overlap and ends[-1] <= frames:
+        notice(f"{path} holds {frames} frames for {total} rows; start times are used, the rest is skipped")
         return snapped
     for episode, start in members:
         report(
