@@ -2,7 +2,19 @@
 
 from loongforge_fuse.fusion.batch import PadRule
 from loongforge_fuse.fusion.config import FusionConfig
+from loongforge_fuse.fusion.cost import CostModel
 from loongforge_fuse.fusion.fuser import MicroBatchFuser, WindowOutcome
+from loongforge_fuse.fusion.packing import PackedLayout, PackRule, packed_attention
 from loongforge_fuse.fusion.reasons import RefusalReason
 
-__all__ = ["FusionConfig", "MicroBatchFuser", "PadRule", "RefusalReason", "WindowOutcome"]
+__all__ = [
+    "CostModel",
+    "FusionConfig",
+    "MicroBatchFuser",
+    "PackRule",
+    "PackedLayout",
+    "PadRule",
+    "RefusalReason",
+    "WindowOutcome",
+    "packed_attention",
+]

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from loongforge_fuse.fusion.packing import PackedLayout, PackRule, pack_rows
 from loongforge_fuse.fusion.reasons import RefusalReason
 from loongforge_fuse.protocol import Batch, batch_size
 
@@ -22,11 +23,14 @@ class PadRule:
         side: Side of each padded dimension that receives the fill. Default ``"right"``; decoder text is often
             padded on the left.
         dims: Dimensions (of the batched tensor, 0 is the samples) that may differ. Default ``(1,)``.
+        per_token: Elements of those dimensions that make one token, for the cost model: 784 for images whose
+            14x14 patches are joined two by two. Default 1.
     """
 
     value: float = 0.0
     side: Literal["left", "right"] = "right"
     dims: tuple[int, ...] = (1,)
+    per_token: int = 1
 
     def __post_init__(self) -> None:
         if self.side not in {"left", "right"}:
@@ -54,11 +58,13 @@ class JoinedBatch:
         batch: The joined batch.
         sizes: Samples of each micro-batch, in order.
         padded_share: Share of the elements of padded keys that are fill, 0 when nothing was padded.
+        layout: ``concat``, ``pad`` or ``pack``.
     """
 
     batch: Batch
     sizes: tuple[int, ...]
     padded_share: float
+    layout: str = "concat"
 
 
 def join(
@@ -96,7 +102,68 @@ def join(
             joined[name] = [item for v in values for item in v]  # type: ignore[attr-defined]
         else:
             joined[name] = _shared(name, values)
-    return JoinedBatch(batch=joined, sizes=sizes, padded_share=filled / (real + filled) if filled else 0.0)
+    share = filled / (real + filled) if filled else 0.0
+    return JoinedBatch(batch=joined, sizes=sizes, padded_share=share, layout="pad" if filled else "concat")
+
+
+def join_packed(
+    batches: Sequence[Batch],
+    *,
+    pack_rules: Mapping[str, PackRule],
+    pad_rules: Mapping[str, PadRule] | None = None,
+    shared_keys: frozenset[str] = frozenset(),
+) -> JoinedBatch:
+    """Join micro-batches with the keys of ``pack_rules`` packed end to end and all others as in :func:`join`.
+
+    The joined batch carries each rule's :class:`~loongforge_fuse.fusion.packing.PackedLayout` under its
+    layout key, with one sequence per row of dim 0, in order.
+
+    Raises:
+        JoinError: As :func:`join`, or a packed key is no tensor, or two keys of one layout differ in length.
+    """
+    rest = [{k: v for k, v in b.items() if k not in pack_rules} for b in batches]
+    joined = join(rest, pad_rules=pad_rules, shared_keys=shared_keys)
+    result: dict[str, object] = dict(joined.batch)
+    layouts: dict[str, tuple[int, ...]] = {}
+    for key, rule in pack_rules.items():
+        rows: list[Tensor] = []
+        lengths: list[int] = []
+        for batch in batches:
+            value = batch.get(key)
+            if not isinstance(value, Tensor) or value.dim() < 2:
+                raise JoinError(
+                    RefusalReason.KEYS_DIFFER, f"'{key}' is to be packed but is no (B, T, ...) tensor"
+                )
+            valid = sequence_lengths(batch, key, rule)
+            rows.append(pack_rows(value, valid))
+            lengths.extend(valid)
+        if layouts.setdefault(rule.layout, tuple(lengths)) != tuple(lengths):
+            detail = f"'{key}' has other lengths than the keys it shares the layout '{rule.layout}' with"
+            raise JoinError(RefusalReason.SHAPES_DIFFER, detail)
+        if len({(r.dtype, r.device, r.shape[1:]) for r in rows}) != 1:
+            raise JoinError(RefusalReason.SHAPES_DIFFER, f"'{key}' comes in different row shapes or dtypes")
+        result[key] = torch.cat(rows)
+        result[rule.layout] = PackedLayout.of(lengths, rows[0].device)
+    return JoinedBatch(batch=result, sizes=joined.sizes, padded_share=joined.padded_share, layout="pack")
+
+
+def sequence_lengths(batch: Batch, key: str, rule: PackRule) -> list[int]:
+    """Return the valid length of each row of ``batch[key]``.
+
+    Raises:
+        JoinError: The rule names lengths that are missing or lie on a device, where reading them would wait.
+    """
+    value = batch[key]
+    rows, longest = (value.shape[0], value.shape[1]) if isinstance(value, Tensor) else (0, 0)
+    if rule.lengths is None:
+        return [longest] * rows
+    lengths = batch.get(rule.lengths)
+    if isinstance(lengths, Tensor) and lengths.is_cuda:
+        detail = f"'{rule.lengths}' lies on {lengths.device}; keep lengths on the host"
+        raise JoinError(RefusalReason.DATA_DEPENDENT, detail)
+    if isinstance(lengths, Tensor | list | tuple):
+        return [int(n) for n in lengths]
+    raise JoinError(RefusalReason.KEYS_DIFFER, f"'{rule.lengths}' with the lengths of '{key}' is missing")
 
 
 def _join_tensors(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from loongforge_fuse.fusion.batch import PadRule
+from loongforge_fuse.fusion.cost import CostModel
+from loongforge_fuse.fusion.packing import PackRule
 
 LARGEST_FACTOR = 64
 
@@ -25,16 +27,26 @@ class FusionConfig:
             Default ``"elements"``.
         pad_rules: How tensors of different shape are brought together, by batch key; joined with (and
             stronger than) the model's own ``pad_rules``. Default none.
+        pack_rules: Keys that may be packed end to end; joined with the model's own ``pack_rules``. The
+            model must then read packed batches. Default none.
+        layout: ``"auto"``: mixed shapes are padded, packed or left apart, whichever the cost model predicts
+            to be fastest. ``"pad"`` or ``"pack"`` forces one. Default ``"auto"``.
+        cost: The cost model. Default :class:`~loongforge_fuse.fusion.cost.CostModel` with its constants.
         shared_keys: Batch keys without a sample dimension, taken from the first micro-batch after an
             identity or equality check. Default none.
         hooks: ``"refuse"`` or ``"allow"`` fusion while module hooks are registered. Default ``"refuse"``.
         probe: ``"first"``: before the first fused window compare fused and separate losses in eval mode,
             without gradients; a difference beyond ``probe_tolerance`` refuses fusion for good. ``"off"``:
             trust the model. Default ``"first"``.
-        probe_tolerance: Largest relative difference of a micro-batch's loss in the probe. Default 2e-2, far
-            above bf16 rounding and far below any real interaction.
+        probe_tolerance: Largest relative difference of a micro-batch's loss in the probe. Default None:
+            2e-2 in 16-bit precision, 1e-3 in float32, above rounding and below any real interaction.
+        data_dependent: Whether the probe refuses a model that reads tensor values on the host or makes shapes
+            from them. Default ``"refuse"``.
         debug_gradients: Keep each micro-batch's weight gradients on the outcome. Costs one backward per
             micro-batch. Default False.
+        predict_memory: Predict the fused activations from one micro-batch's forward pass before the first
+            window (always done for ``"auto"``). Default True; it needs a GPU or a ``free_bytes`` function
+            to compare with.
         memory_headroom: Share of the free memory that fused activations may fill. Default 0.9.
         trace_length: Windows kept in the trace. Default 2000.
     """
@@ -43,11 +55,16 @@ class FusionConfig:
     accumulation_steps: int | None = None
     normalize: Literal["elements", "mean_of_means"] = "elements"
     pad_rules: Mapping[str, PadRule] = field(default_factory=dict)
+    pack_rules: Mapping[str, PackRule] = field(default_factory=dict)
+    layout: Literal["auto", "pad", "pack"] = "auto"
+    cost: CostModel = field(default_factory=CostModel)
     shared_keys: frozenset[str] = frozenset()
     hooks: Literal["refuse", "allow"] = "refuse"
     probe: Literal["first", "off"] = "first"
-    probe_tolerance: float = 2e-2
+    probe_tolerance: float | None = None
+    data_dependent: Literal["refuse", "allow"] = "refuse"
     debug_gradients: bool = False
+    predict_memory: bool = True
     memory_headroom: float = 0.9
     trace_length: int = 2000
 
@@ -64,12 +81,15 @@ class FusionConfig:
         if self.normalize not in {"elements", "mean_of_means"}:
             message = f"normalize is {self.normalize!r}, allowed: 'elements', 'mean_of_means'"
             raise ValueError(message)
-        if self.hooks not in {"refuse", "allow"}:
-            message = f"hooks is {self.hooks!r}, allowed: 'refuse', 'allow'"
-            raise ValueError(message)
-        if self.probe not in {"first", "off"}:
-            message = f"probe is {self.probe!r}, allowed: 'first', 'off'"
-            raise ValueError(message)
+        for name, value, allowed in (
+            ("hooks", self.hooks, ("refuse", "allow")),
+            ("probe", self.probe, ("first", "off")),
+            ("data_dependent", self.data_dependent, ("refuse", "allow")),
+            ("layout", self.layout, ("auto", "pad", "pack")),
+        ):
+            if value not in allowed:
+                message = f"{name} is {value!r}, allowed: {', '.join(map(repr, allowed))}"
+                raise ValueError(message)
         if not 0.0 < self.memory_headroom <= 1.0:
             message = f"memory_headroom is {self.memory_headroom}, it must be above 0 and at most 1"
             raise ValueError(message)

@@ -6,13 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from loongforge_fuse.fusion.batch import JoinedBatch, JoinError, PadRule, join
-from loongforge_fuse.fusion.config import FusionConfig, check_divides
+from loongforge_fuse.fusion.config import FusionConfig
+from loongforge_fuse.fusion.debug import DebugExecutor
 from loongforge_fuse.fusion.execute import (
     Backward,
     EagerExecutor,
@@ -22,16 +22,14 @@ from loongforge_fuse.fusion.execute import (
     StepResult,
     Weighting,
 )
+from loongforge_fuse.fusion.plan import Agree, FreeBytes, Group, WindowPlanner
 from loongforge_fuse.fusion.reasons import RefusalReason
-from loongforge_fuse.fusion.refusal import Refusal, inspect_model
+from loongforge_fuse.fusion.refusal import Refusal
 from loongforge_fuse.fusion.trace import FusionTrace, GroupRecord
-from loongforge_fuse.protocol import Batch, batch_size, count_method, draw, unwrap
+from loongforge_fuse.protocol import Batch, batch_size, count_method, draw
 
 Sync = Callable[[bool], AbstractContextManager[object]]
 """Called with True for the window's last backward, False before: gradient synchronisation on or off."""
-
-Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
-"""Element-wise maximum over all ranks of a short tuple of integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +74,6 @@ class WindowOutcome:
     micro_gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """One group of a planned window: joined, or left apart with the reason."""
-
-    first: int
-    batches: Sequence[Batch]
-    joined: JoinedBatch | None
-    refusal: Refusal | None
-
-    @property
-    def layout(self) -> str:
-        if self.joined is None:
-            return "separate"
-        return "pad" if self.joined.padded_share else "concat"
-
-
 class MicroBatchFuser:
     """Runs accumulation windows, fused where that is allowed and gives the same result.
 
@@ -102,6 +84,8 @@ class MicroBatchFuser:
             plain eager execution.
         agree: Element-wise maximum over ranks, for example an all-reduce. Called exactly once per window on
             every rank, so that all of them take the same decision. Default: this rank alone.
+        free_bytes: Returns the free bytes on the model's device, or None for no limit. Default: asks CUDA;
+            None on the CPU.
         generator: Handed to the model's ``draw``. Default None, the default generator.
     """
 
@@ -112,6 +96,7 @@ class MicroBatchFuser:
         *,
         executor: Executor | None = None,
         agree: Agree | None = None,
+        free_bytes: FreeBytes | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         self.config = config or FusionConfig()
@@ -119,11 +104,15 @@ class MicroBatchFuser:
         self.trace = FusionTrace(self.config.trace_length)
         self._executor = executor
         self._eager = EagerExecutor(model=model)
-        self._agree = agree
+        self._planner = WindowPlanner(model, self.config, agree=agree, available=free_bytes)
         self._generator = generator
         self._windows = 0
-        self._steps = self.config.accumulation_steps
-        self._lasting: Refusal | None = None
+        self._debug: DebugExecutor | None = None
+        if self.config.debug_gradients:
+            if executor is not None:
+                message = "debug_gradients runs eagerly; drop executor= or switch debug_gradients off"
+                raise ValueError(message)
+            self._debug = DebugExecutor(model)
 
     def run(
         self,
@@ -159,7 +148,7 @@ class MicroBatchFuser:
         factor = self._check(window, divisor)
         if not drawn:
             window = [draw(self.model, batch, self._generator) for batch in window]
-        groups = self._plan(window, factor)
+        groups = self._planner.plan(window, factor)
         weigh = self._weigher(window, groups, divisor)
         results: list[StepResult] = []
         refusal: Refusal | None = None
@@ -187,61 +176,10 @@ class MicroBatchFuser:
         if divisor is not None and not divisor > 0:
             message = f"divisor is {divisor}, it must be positive"
             raise ValueError(message)
-        if self._steps is None:
-            self._steps = len(window)
-            if isinstance(self.config.fusion_batch_size, int):
-                check_divides(self.config.fusion_batch_size, self._steps)
-        if len(window) > self._steps:
-            message = (
-                f"the window holds {len(window)} micro-batches, more than the {self._steps} accumulation "
-                "steps; make a new fuser when the accumulation changes"
-            )
-            raise ValueError(message)
-        size = self.config.fusion_batch_size
-        return size if isinstance(size, int) else self._steps
-
-    def _plan(self, window: Sequence[Batch], factor: int) -> list[_Group]:
-        """Split the window into groups and join each one that may be fused."""
-        groups: list[_Group] = []
-        for first in range(0, len(window), factor):
-            batches = window[first : first + factor]
-            joined, refusal = self._try_join(batches, factor)
-            groups.append(_Group(first=first, batches=batches, joined=joined, refusal=refusal))
-        if self._agree is None:
-            return groups
-        wishes = tuple(int(group.joined is None and len(group.batches) > 1) for group in groups)
-        agreed = self._agree(wishes)
-        return [
-            replace(group, joined=None, refusal=_OTHER_RANK)
-            if separate and group.joined is not None
-            else group
-            for group, separate in zip(groups, agreed, strict=True)
-        ]
-
-    def _try_join(self, batches: Sequence[Batch], factor: int) -> tuple[JoinedBatch | None, Refusal | None]:
-        """Return the joined group, or why it stays apart."""
-        if factor == 1:
-            return None, Refusal(reason=RefusalReason.OFF, detail="fusion_batch_size is 1")
-        if len(batches) == 1:
-            return None, Refusal(
-                reason=RefusalReason.ONE_MICRO_BATCH, detail="the group holds one micro-batch"
-            )
-        refusal = self._lasting or inspect_model(self.model, hooks=self.config.hooks)
-        if refusal is not None:
-            return None, refusal
-        try:
-            joined = join(batches, pad_rules=self._pad_rules(), shared_keys=self.config.shared_keys)
-        except JoinError as error:
-            return None, Refusal(reason=error.reason, detail=error.detail)
-        return joined, None
-
-    def _pad_rules(self) -> dict[str, PadRule]:
-        """Return the model's pad rules, overridden by the configuration's."""
-        own = getattr(unwrap(self.model), "pad_rules", None)
-        return {**(own if isinstance(own, dict) else {}), **self.config.pad_rules}
+        return self._planner.factor(window)
 
     def _weigher(
-        self, window: Sequence[Batch], groups: Sequence[_Group], divisor: float | None
+        self, window: Sequence[Batch], groups: Sequence[Group], divisor: float | None
     ) -> Callable[[tuple[int, ...]], Weighting]:
         """Return the function that gives each pass, by its micro-batch sizes, its weighting."""
         if self.config.normalize == "mean_of_means":
@@ -251,7 +189,17 @@ class MicroBatchFuser:
             weights = torch.full((1,), 1.0 / divisor, device=_device(self.model))
             return lambda sizes: Weighting(kind="given", sizes=sizes, weights=weights)
         if len(groups) == 1 and (groups[0].joined is not None or len(window) == 1):
-            return lambda sizes: Weighting(kind="own_count", sizes=sizes)
+            # A fused pass that fails before its backward is run again in parts: they need the window's count.
+            whole = len(window)
+            return lambda sizes: (
+                Weighting(kind="own_count", sizes=sizes)
+                if len(sizes) == whole
+                else self._by_count(window)(sizes)
+            )
+        return self._by_count(window)
+
+    def _by_count(self, window: Sequence[Batch]) -> Callable[[tuple[int, ...]], Weighting]:
+        """Weigh by the window's valid elements, counted before the forward passes, or by its samples."""
         counter = count_method(self.model)
         if counter is not None:
             total = torch.stack([counter(batch).detach().float().sum() for batch in window]).sum()
@@ -263,7 +211,7 @@ class MicroBatchFuser:
 
     def _run_group(
         self,
-        group: _Group,
+        group: Group,
         weigh: Callable[[tuple[int, ...]], Weighting],
         backward: Backward | None,
         sync: Sync,
@@ -281,7 +229,9 @@ class MicroBatchFuser:
                 )
                 return [done], None
             except NoSampleLossesError as error:
-                refusal = self._lasting = Refusal(reason=RefusalReason.NO_SAMPLE_LOSSES, detail=str(error))
+                refusal = self._planner.lasting = Refusal(
+                    reason=RefusalReason.NO_SAMPLE_LOSSES, detail=str(error)
+                )
             except ForwardOutOfMemoryError as error:
                 refusal = Refusal(reason=RefusalReason.MEMORY_CAUGHT, detail=str(error))
         results = []
@@ -306,12 +256,14 @@ class MicroBatchFuser:
         """Run one pass; with a graph runner nothing synchronises inside it, the caller reduces afterwards."""
         if self._executor is None:
             with sync(last):
-                return self._eager.execute(batch, weighting, backward=backward, first=first, last=last)
+                return (self._debug or self._eager).execute(
+                    batch, weighting, backward=backward, first=first, last=last
+                )
         with sync(False):
             return self._executor.execute(batch, weighting, backward=backward, first=first, last=last)
 
     def _record(
-        self, group: _Group, done: Sequence[StepResult], refused: Refusal | None, started: int
+        self, group: Group, done: Sequence[StepResult], refused: Refusal | None, started: int
     ) -> None:
         """Write the group into the trace."""
         fused = len(done) == 1 and len(group.batches) > 1
@@ -322,7 +274,7 @@ class MicroBatchFuser:
                 first=group.first,
                 sizes=tuple(batch_size(batch) for batch in group.batches),
                 fused=fused,
-                layout=group.layout if fused else "separate",
+                layout=group.joined.layout if fused and group.joined else "separate",
                 reason=None if fused or refused is None else str(refused.reason),
                 detail=None if fused or refused is None else refused.detail,
                 padded_share=group.joined.padded_share if fused and group.joined else 0.0,
@@ -340,7 +292,7 @@ class MicroBatchFuser:
         results: Sequence[StepResult],
         refusal: Refusal | None,
         factor: int,
-        groups: Sequence[_Group],
+        groups: Sequence[Group],
     ) -> WindowOutcome:
         """Gather what the passes left."""
         reasons = [r.reason for r in results if r.reason is not None]
@@ -361,10 +313,8 @@ class MicroBatchFuser:
             finite=torch.stack(flags).amin() if flags else None,
             stepped=any(r.stepped for r in results),
             reduced=self._executor is None,
+            micro_gradients=self._debug.take() if self._debug is not None else [],
         )
-
-
-_OTHER_RANK = Refusal(reason=RefusalReason.OTHER_RANK, detail="another rank cannot fuse this group")
 
 
 @contextlib.contextmanager
