@@ -65,6 +65,8 @@ class CheckpointConfig:
     """full = one model.pt and optimizer.pt; sharded = torch.distributed.checkpoint files (FSDP2, HSDP)."""
     timeout_s: float = 600.0
     """Longest wait for the files of the other ranks, in seconds."""
+    failures_allowed: int = 2
+    """Failed periodic writes in a row that are only logged; the last checkpoint of a run always counts."""
     verify: bool = True
     """Check CRC-32 of every file when resuming."""
 

@@ -9,6 +9,7 @@ for the device: times are CUDA events that the recorder reads later.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Parts:
     scaler: torch.amp.GradScaler | None = None
     average: WeightAverage | None = None
     drop_ragged: bool = False
+    keep_gradients: bool = False
+    """Zero gradients in place instead of dropping them: their addresses stand in captured graphs."""
 
 
 @dataclass(kw_only=True)
@@ -63,7 +66,8 @@ class Position:
     samples: int = 0
     stop_requested: bool = False
     failed: Exception | None = None
-    command: int = 0
+    commands: deque[int] = field(default_factory=deque)
+    """Control commands that wait for the next vote; appended by the control thread."""
     last_step_ms: float = 0.0
     agreed: Agreement | None = field(default=None, repr=False)
 
@@ -115,17 +119,20 @@ class StepEngine:
                 if batch is None:
                     break
                 window.append(batch)
+            command = self.at.commands.popleft() if self.at.commands else 0
             agreed = parts.ranks.agree(
                 Vote(
                     micro_batches=len(window),
                     valid=count_valid(parts.model, window),
                     stop=self.at.stop_requested,
                     failed=self.at.failed is not None,
-                    command=self.at.command,
+                    command=command,
                     step_ms=self.at.last_step_ms,
                 )
             )
-            self.at.agreed, self.at.command = agreed, 0
+            self.at.agreed = agreed
+            if command and agreed.command != command:
+                self.at.commands.appendleft(command)
             if agreed.failed:
                 raise self.at.failed or NonFiniteError("another rank stopped the run; its log says why")
             usable = agreed.micro_batches
@@ -170,7 +177,8 @@ class StepEngine:
                 (loss if parts.scaler is None else parts.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
         def sync(last: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - the contract of the fuser
-            return nullcontext() if last else parts.parallel.no_sync()
+            together = last and not parts.parallel.deferred
+            return nullcontext() if together else parts.parallel.no_sync()
 
         with clock.phase("window"), self._autocast():
             return parts.runner.run(batches, backward=backward, divisor=divisor, sync=sync)
@@ -200,7 +208,7 @@ class StepEngine:
         parts.schedule.step()
         if parts.average is not None:
             parts.average.update(bad)
-        parts.optimizer.zero_grad(set_to_none=parts.parallel.drop_gradients)
+        parts.optimizer.zero_grad(set_to_none=not parts.keep_gradients)
         return norm, loss, bad
 
     # -- record

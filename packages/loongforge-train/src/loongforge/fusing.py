@@ -2,31 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
 from torch import nn
 
+from loongforge.batches import Backward
 from loongforge.config import TrainConfig
-from loongforge.errors import require
+from loongforge.errors import ConfigError, require
 from loongforge.ranks import Ranks
-from loongforge.window import EagerWindow, WindowRunner
+from loongforge.window import EagerWindow, Outcome, Sync, WindowRunner
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def build_runner(config: TrainConfig, module: nn.Module, ranks: Ranks) -> WindowRunner:
-    """Return the window runner the configuration asks for."""
+class FusedWindow:
+    """``loongforge_fuse.MicroBatchFuser``, with a graph runner as its executor when graphs are on.
+
+    A replay holds forward and backward, so no backward of our own can run inside it: with graphs the fuser's
+    own is used, and gradients are brought together after the window.
+    """
+
+    def __init__(self, fuser: WindowRunner, *, graph: bool) -> None:
+        self.fuser = fuser
+        self._graph = graph
+
+    def run(
+        self,
+        window: Sequence[Mapping[str, object]],
+        *,
+        backward: Backward | None = None,
+        divisor: float | None = None,
+        sync: Sync | None = None,
+    ) -> Outcome:
+        """Run forward and backward of the window; the batches already hold the model's draws."""
+        chosen = None if self._graph else backward
+        return self.fuser.run(window, backward=chosen, divisor=divisor, sync=sync, drawn=True)  # type: ignore[call-arg]
+
+
+def build_runner(
+    config: TrainConfig,
+    module: nn.Module,
+    ranks: Ranks,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    foreign_hooks: bool = False,
+) -> WindowRunner:
+    """Return the window runner the configuration asks for.
+
+    Args:
+        config: The run.
+        module: What the forward calls.
+        ranks: Agrees about group sizes when there are several.
+        scaler: Loss scaler of an fp16 run; a replay multiplies by its scale.
+        foreign_hooks: The model had hooks of its own before the pillars put theirs on; fusion then refuses,
+            because such hooks would see fewer, larger calls.
+    """
     if config.pillars.fuse == "off" and not config.pillars.graph:
         return EagerWindow(module)
+    if config.pillars.graph and ranks.world_size > 1 and config.pillars.comm == "off":
+        msg = (
+            "graph is on and comm is off: stock DDP cannot follow a replay; use --comm hybrid, or --no-graph"
+        )
+        raise ConfigError(msg)
     fuse = require(
         "loongforge_fuse", "loongforge-fuse", "switch fusion and graphs off (--fuse off --no-graph)"
     )
-    size = 1 if config.pillars.fuse == "off" else config.pillars.fuse
-    settings = fuse.FusionConfig(fusion_batch_size=size, accumulation_steps=config.accumulation)  # type: ignore[attr-defined]
+    settings = fuse.FusionConfig(  # type: ignore[attr-defined]
+        fusion_batch_size=1 if config.pillars.fuse == "off" else config.pillars.fuse,
+        accumulation_steps=config.accumulation,
+        hooks="refuse" if foreign_hooks else "allow",
+    )
     executor = None
-    if config.pillars.graph and ranks.device.type == "cuda":
-        executor = fuse.GraphRunner(module, fuse.GraphConfig())  # type: ignore[attr-defined]
+    if config.pillars.graph:
+        executor = fuse.GraphRunner(module, fuse.GraphConfig(), scaler=scaler)  # type: ignore[attr-defined]
 
     def agree(values: tuple[int, ...]) -> tuple[int, ...]:
         rows = ranks.gather([float(value) for value in values])
         return tuple(int(max(column)) for column in zip(*rows, strict=True))
 
-    return fuse.MicroBatchFuser(  # type: ignore[attr-defined]
+    fuser = fuse.MicroBatchFuser(  # type: ignore[attr-defined]
         module, settings, executor=executor, agree=agree if ranks.world_size > 1 else None
     )
+    return FusedWindow(fuser, graph=config.pillars.graph)
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Tell whether any module of the model has hooks."""
+    return any(getattr(module, table, None) for module in model.modules() for table in _HOOKS)

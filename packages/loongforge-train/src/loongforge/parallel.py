@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -31,7 +32,8 @@ class Parallel(Protocol):
     """How ranks work together. ``finish`` is called after the last backward of a step, before clipping."""
 
     module: nn.Module
-    drop_gradients: bool
+    deferred: bool
+    """Gradients come together in :meth:`finish`, after the window, instead of beside the last backward."""
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return a context in which gradients only accumulate."""
@@ -93,7 +95,7 @@ class Parallel(Protocol):
 class Single:
     """One rank: stock PyTorch, and the base of the strategies that keep whole weights on every rank."""
 
-    drop_gradients = True
+    deferred = False
 
     def __init__(self, model: nn.Module, module: nn.Module, ranks: Ranks) -> None:
         self.model = model
@@ -188,14 +190,22 @@ class Scheduled(Single):
     def __init__(self, model: nn.Module, module: nn.Module, ranks: Ranks, config: TrainConfig) -> None:
         super().__init__(model, module, ranks)
         comm = require("loongforge_comm", "loongforge-comm", "use stock DDP (--comm off)")
+        self.deferred = config.pillars.graph
         settings = comm.SchedulerConfig(  # type: ignore[attr-defined]
-            strategy=config.pillars.comm, rebuild_interval=config.pillars.comm_rebuild_interval
+            strategy=config.pillars.comm,
+            rebuild_interval=config.pillars.comm_rebuild_interval,
+            group_overrides=_overrides(config, ranks),
         )
         self._scheduler = comm.GradientScheduler(module, config=settings)  # type: ignore[attr-defined]
 
     def no_sync(self) -> AbstractContextManager[object]:
         """Return the scheduler's context."""
         return self._scheduler.no_sync()
+
+    def finish(self) -> None:
+        """Reduce existing gradients after a window that was replayed from a graph."""
+        if self.deferred:
+            self._scheduler.reduce_now()
 
     def step_end(self, step: int) -> None:
         """Let the scheduler rebuild its plan, answer heartbeats, or switch."""
@@ -220,7 +230,7 @@ class Scheduled(Single):
         import json
 
         if "comm_plan.json" in plans:
-            self._scheduler.load_state_dict(json.loads(plans["comm_plan.json"]))
+            self._scheduler.load_state_dict(json.loads(plans["comm_plan.json"]), on_mismatch="replan")
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -232,7 +242,7 @@ class Zero1:
     together.
     """
 
-    drop_gradients = True
+    deferred = False
 
     def __init__(self, base: Single) -> None:
         self._base = base
@@ -261,7 +271,7 @@ class Zero1:
 class Sharded:
     """FSDP2 (``fully_shard``), or HSDP when the mesh has a replicate dimension."""
 
-    drop_gradients = True
+    deferred = False
 
     def __init__(self, model: nn.Module, module: nn.Module, ranks: Ranks, config: TrainConfig) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -379,6 +389,20 @@ def build_parallel(model: nn.Module, module: nn.Module, ranks: Ranks, config: Tr
         else Scheduled(model, module, ranks, config)
     )
     return Zero1(base) if config.strategy == "zero1" else base  # type: ignore[return-value]
+
+
+def _overrides(config: TrainConfig, ranks: Ranks) -> Path | None:
+    """Write the configured group overrides where the scheduler of every rank reads them."""
+    if not config.pillars.comm_groups:
+        return None
+    import yaml
+
+    path = Path(config.output) / "comm_groups.yaml"
+    if ranks.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(dict(config.pillars.comm_groups)))
+    ranks.barrier()
+    return path
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,5 +1,5 @@
-"""The pillars as the trainer sees them: small protocols, an ``off`` for each, and how the real ones are
-plugged in.
+"""The memory pillar as the trainer sees it: a small protocol, its ``off``, and how the real one is plugged
+in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from loongforge.errors import require
 
 
 class MemoryPillar(Protocol):
-    """Memory of a step: a context around it, counters, and a small state for the checkpoint."""
+    """Memory of a run: labels, a context around each step, counters, and a small state for the checkpoint."""
+
+    def persistent(self) -> AbstractContextManager[object]:
+        """Return the context in which weights are made."""
+        ...
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Learn model and optimizer."""
+        ...
 
     def step(self) -> AbstractContextManager[object]:
         """Return the context that surrounds one step."""
@@ -42,6 +50,13 @@ class MemoryPillar(Protocol):
 class NoMemoryPillar:
     """Stock PyTorch memory."""
 
+    def persistent(self) -> AbstractContextManager[object]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Do nothing."""
+
     def step(self) -> AbstractContextManager[object]:
         """Return an empty context."""
         return nullcontext()
@@ -62,12 +77,21 @@ class NoMemoryPillar:
 
 
 class OrchestratedMemory:
-    """``loongforge_mem.MemoryOrchestrator`` behind :class:`MemoryPillar`."""
+    """``loongforge_mem.MemoryOrchestrator`` behind :class:`MemoryPillar`; made before anything is on the
+    GPU.
+    """
 
-    def __init__(self, config: PillarConfig, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, config: PillarConfig) -> None:
         mem = require("loongforge_mem", "loongforge-mem", "switch the memory pillar off (--mem off)")
         settings = mem.MemoryConfig(mode=config.mem, pool_gb=config.mem_pool_gb)  # type: ignore[attr-defined]
         self._orchestrator = mem.MemoryOrchestrator(settings)  # type: ignore[attr-defined]
+
+    def persistent(self) -> AbstractContextManager[object]:
+        """Return the orchestrator's label for weights."""
+        return self._orchestrator.label("persistent")
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Let the orchestrator learn model and optimizer."""
         self._orchestrator.attach(model, optimizer)
 
     def step(self) -> AbstractContextManager[object]:
@@ -84,16 +108,16 @@ class OrchestratedMemory:
 
     def load_state_dict(self, state: Mapping[str, object], /) -> None:
         """Restore the free-list state."""
-        self._orchestrator.load_state_dict(state)
+        self._orchestrator.load_state_dict(dict(state))
 
     def close(self) -> None:
-        """Give the pool back."""
+        """Remove the hooks."""
         self._orchestrator.close()
 
 
-def build_memory(config: PillarConfig, model: nn.Module, optimizer: Optimizer) -> MemoryPillar:
+def build_memory(config: PillarConfig) -> MemoryPillar:
     """Return the memory pillar the configuration asks for."""
-    return NoMemoryPillar() if config.mem == "off" else OrchestratedMemory(config, model, optimizer)
+    return NoMemoryPillar() if config.mem == "off" else OrchestratedMemory(config)
 
 
 def numeric(values: Mapping[str, object]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from loongforge.config import TrainConfig
 from loongforge.errors import ConfigError, require
+from loongforge.pillars import build_memory
 from loongforge.ranks import Ranks, join
 from loongforge.recipes import get_recipe
 from loongforge.rng import seed_rank
@@ -50,14 +52,17 @@ def build_run(config: TrainConfig, *, ranks: Ranks | None = None, callbacks: Seq
     options = recipe.options(config.recipe_options)
     ranks = ranks or join(config.device)
     ranks.require_equal("the configuration", repr(config))
-    model = recipe.build_model(options, config.seed)
+    memory = build_memory(config.pillars)
+    with memory.persistent():
+        model = recipe.build_model(options, config.seed, device=str(ranks.device))
     dataset = recipe.build_dataset(config.dataset, options)
     collate = recipe.build_collate(dataset, model, options)
     seed_rank(config.seed, ranks.rank)
     loader = build_loader(dataset, collate, config, ranks)  # type: ignore[arg-type]
     fingerprint = getattr(dataset, "fingerprint", None)
     source = BatchSource(loader, fingerprint=None if fingerprint is None else str(fingerprint))
-    parts = build_parts(config, model, source, ranks, groups=recipe.param_groups)
+    groups = functools.partial(recipe.param_groups, learning_rate=config.learning_rate)
+    parts = build_parts(config, model, source, ranks, groups=groups, memory=memory)
     return Run(session=Session(config, parts, callbacks=callbacks), model=model, ranks=ranks)
 
 

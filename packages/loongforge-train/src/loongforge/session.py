@@ -25,15 +25,16 @@ from loongforge.checkpoint.find import find_newest, require_complete
 from loongforge.checkpoint.state import Restored, restore, take_snapshot
 from loongforge.checkpoint.write import CheckpointWriter
 from loongforge.config import TrainConfig
+from loongforge.control.live import Live
 from loongforge.ema import WeightAverage
 from loongforge.engine import Parts, StepEngine
 from loongforge.errors import CheckpointError, ConfigError, LoongForgeError
-from loongforge.fusing import build_runner
+from loongforge.fusing import build_runner, has_hooks
 from loongforge.guards import Guard
 from loongforge.nvml import utilisation_reader
 from loongforge.optim import build_schedule, default_groups
 from loongforge.parallel import build_parallel
-from loongforge.pillars import build_memory
+from loongforge.pillars import MemoryPillar, build_memory
 from loongforge.ranks import Ranks
 from loongforge.recorder import Recorder
 from loongforge.records import METRICS_FILE, StepRecord, drop_after
@@ -70,6 +71,7 @@ def build_parts(
     groups: Groups = default_groups,
     optimizer: Optimizer | None = None,
     schedule: LRScheduler | None = None,
+    memory: MemoryPillar | None = None,
 ) -> Parts:
     """Compose model, pillars and optimizer into the parts of a step.
 
@@ -82,8 +84,12 @@ def build_parts(
         groups: Makes optimizer groups of a model.
         optimizer: A ready optimizer, instead of AdamW over ``groups``.
         schedule: A ready schedule, instead of the configured one.
+        memory: The memory pillar, when it had to be made before the model was.
     """
-    model.to(ranks.device)
+    memory = memory or build_memory(config.pillars)
+    with memory.persistent():
+        model.to(ranks.device)
+    foreign_hooks = has_hooks(model)
     called = module if module is not None else model
     if config.compile:
         called = torch.compile(called)  # type: ignore[assignment]
@@ -92,11 +98,12 @@ def build_parts(
         optimizer = parallel.optimizer(groups(model, config.weight_decay), config)
     if schedule is None:
         schedule = build_schedule(optimizer, config, total_steps(config, source))
-    memory = build_memory(config.pillars, model, optimizer)
+    memory.attach(model, optimizer)
     device = ranks.device
+    scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
     return Parts(
         model=model,
-        runner=build_runner(config, parallel.module, ranks),
+        runner=build_runner(config, parallel.module, ranks, scaler=scaler, foreign_hooks=foreign_hooks),
         parallel=parallel,
         optimizer=optimizer,
         schedule=schedule,
@@ -109,9 +116,10 @@ def build_parts(
         seed=config.seed,
         clip_norm=config.clip_norm,
         autocast=AUTOCAST[config.precision],
-        scaler=torch.amp.GradScaler(device.type) if config.precision == "fp16" else None,
+        scaler=scaler,
         average=WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None,
         drop_ragged=config.drop_ragged,
+        keep_gradients=config.pillars.graph,
     )
 
 
@@ -162,8 +170,9 @@ class Session:
             action=config.guards.hang_action,
         )
         self._sinks: list[Sink] = []
-        self._borders: list[Callable[[], None]] = []
+        self.live: Live | None = None
         self._saved_step: int | None = None
+        self._failed_saves = 0
 
     def train(self) -> Result:
         """Resume if asked, run to the end or to a stop request, and leave a final checkpoint."""
@@ -205,13 +214,24 @@ class Session:
     def _at_border(self) -> None:
         """What happens between two steps: guards, callbacks of the control, checkpoint."""
         self._raise_or_tell(self.parts.guard.failure)
-        for border in self._borders:
-            border()
+        if self.live is not None:
+            self.live.at_border()
         every = self.config.checkpoint.every
         if every and self.engine.at.step % every == 0:
-            began = time.perf_counter()
+            self._periodic_save()
+
+    def _periodic_save(self) -> None:
+        """Write a checkpoint in mid-run; a failure is logged, and fatal when it repeats."""
+        began = time.perf_counter()
+        try:
             self.save()
-            self.parts.recorder.note_checkpoint(1e3 * (time.perf_counter() - began))
+            self._failed_saves = 0
+        except CheckpointError as error:
+            self._failed_saves += 1
+            log.warning("checkpoint at step %d failed: %s", self.engine.at.step, error)
+            if self._failed_saves > self.config.checkpoint.failures_allowed:
+                self._raise_or_tell(error)
+        self.parts.recorder.note_checkpoint(1e3 * (time.perf_counter() - began))
 
     def _raise_or_tell(self, failure: LoongForgeError | None) -> None:
         """Raise at once on one rank; with several, tell the others first through the next vote."""
@@ -285,10 +305,23 @@ class Session:
 
     def _final_checkpoint(self) -> None:
         """Write the last checkpoint in the foreground, and agree that every rank's part is on the disk."""
-        self.writer.wait()
+        failure: CheckpointError | None = None
+        try:
+            self.writer.wait()
+        except CheckpointError as error:
+            log.warning("an earlier checkpoint failed: %s", error)
+            self._saved_step = None
         if self._saved_step != self.engine.at.step and self.engine.at.step > 0:
-            self.save(background=False)
-        self.ranks.barrier()
+            try:
+                self.save(background=False)
+            except CheckpointError as error:
+                failure = error
+        failed = [rank for rank, row in enumerate(self.ranks.gather([float(failure is not None)])) if row[0]]
+        if failure is not None:
+            raise failure
+        if failed:
+            msg = f"the last checkpoint failed on rank(s) {failed}: see their logs; older ones are intact"
+            raise CheckpointError(msg)
 
     def checkpoint_path(self) -> Path | None:
         """Return the newest complete checkpoint of the run directory."""
@@ -307,6 +340,9 @@ class Session:
 
                 self._sinks.append(build_sink(name, self.run_dir, self.ranks.rank, to_dict(self.config)))
         self.parts.recorder.listeners.append(self._on_record)
+        if self.config.control:
+            self.live = Live(self, rank=self.ranks.rank)
+            self.parts.recorder.listeners.append(self.live.on_record)
 
     def _on_record(self, record: StepRecord, sample_ids: Iterable[Sequence[int]]) -> None:
         self.parts.guard.observe(record, list(sample_ids))
@@ -320,6 +356,9 @@ class Session:
     def close(self) -> None:
         """Stop threads and give resources back; safe to call twice."""
         self.watchdog.close()
+        if self.live is not None:
+            self.live.close()
+            self.live = None
         for sink in self._sinks:
             sink.close()
         self._sinks.clear()

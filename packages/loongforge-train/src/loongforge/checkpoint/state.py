@@ -68,6 +68,7 @@ def take_snapshot(engine: StepEngine, config: TrainConfig, *, loss: float | None
     }
     weights: dict[str, Mapping[str, object]] = {}
     texts: dict[str, str] = {}
+    plans = parts.parallel.plans()
     memory = parts.memory.state_dict()
     if memory:
         texts[memory_file(rank)] = json.dumps(memory)
@@ -82,7 +83,7 @@ def take_snapshot(engine: StepEngine, config: TrainConfig, *, loss: float | None
             tensors[f"{STATE}/average.pt"] = host_copy(parts.average.state_dict(), copies)
         if parts.scaler is not None:
             tensors[f"{STATE}/scaler.pt"] = dict(parts.scaler.state_dict())
-        texts |= {f"{STATE}/{name}": text for name, text in parts.parallel.plans().items()}
+        texts |= {f"{STATE}/{name}": text for name, text in plans.items()}
         texts[TRAINER] = json.dumps(describe(engine, config), indent=1)
     return Snapshot(
         step=engine.at.step,
