@@ -36,8 +36,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parent))
 import _common
 import _groot_full as groot
-from loongforge_fuse import FusionConfig, GraphConfig, GraphRunner, MicroBatchFuser, compile_regions
-from loongforge_fuse.precision.fp8 import float8_problem, use_float8
+from loongforge_fuse import (
+    FusionConfig,
+    GraphConfig,
+    GraphRunner,
+    MicroBatchFuser,
+    PrecisionPolicy,
+    apply_precision,
+    compile_regions,
+)
 
 COLUMNS = (
     "eager_4x4",
@@ -195,23 +202,10 @@ def optimise(bench: Bench, stack: contextlib.ExitStack, options: set[str]) -> No
 
             stack.callback(apply_fused_ops(bench.model).undo)
         elif option == "fp8":
-            stack.callback(float8_frozen(bench.model))
+            stack.callback(apply_precision(bench.model, PrecisionPolicy.float8_frozen()).undo)
         else:
             message = f"unknown option {option}"
             raise ValueError(message)
-
-
-def float8_frozen(model: nn.Module) -> Callable[[], None]:
-    """Compute every frozen linear layer that fits in float8; return the undo."""
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and float8_problem(m) is None]
-    plain = {name: use_float8(model, name) for name in names}
-
-    def undo() -> None:
-        for name, linear in plain.items():
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, linear)
-
-    return undo
 
 
 def measure(name: str, bench: Bench, *, repeats: int, steps: int) -> dict[str, object]:

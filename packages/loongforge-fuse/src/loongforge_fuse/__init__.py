@@ -24,6 +24,10 @@ _EXPORTS = {
     "GraphRunner": "loongforge_fuse.graphs",
     "ShapeHistogram": "loongforge_fuse.graphs",
     "compile_regions": "loongforge_fuse.graphs",
+    "PrecisionPolicy": "loongforge_fuse.precision",
+    "PrecisionRule": "loongforge_fuse.precision",
+    "apply_precision": "loongforge_fuse.precision",
+    "measure_deviation": "loongforge_fuse.precision",
     # fused operators and kernels
     "FusedAdamW": "loongforge_fuse.ops.adamw",
     "FusedOpsReport": "loongforge_fuse.patching",

@@ -71,7 +71,7 @@ class Float8FrozenLinear(nn.Module):
         self.register_buffer("weight_scale", scale, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., K) to (..., N), float16 for a float16 input, else bfloat16."""
+        """Map (..., K) to (..., N), in the dtype of ``x``; in bfloat16 under autocast."""
         rows = x.reshape(-1, self.in_features)
         quantised, scale = quantise_rows(rows)
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
@@ -81,7 +81,7 @@ class Float8FrozenLinear(nn.Module):
             raise TypeError(message)
         product = scaled_product(quantised, scale, weight, weight_scale, bias)
         result = product.view(*x.shape[:-1], self.out_features)
-        return result.to(x.dtype) if x.dtype == torch.float16 else result
+        return result if torch.is_autocast_enabled(x.device.type) else result.to(x.dtype)
 
 
 def float8_problem(linear: nn.Linear) -> str | None:
