@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -14,12 +15,19 @@ from torch import nn
 from loongforge.errors import ConfigError
 from loongforge.recipes.base import Collate, SampleSource, decay_groups
 from loongforge.recipes.gr00t_n1_6.budget import plan_memory
+from loongforge.recipes.gr00t_n1_6.checkpoint import (
+    export_model,
+    find_checkpoint,
+    load_model,
+    open_checkpoint,
+)
 from loongforge.recipes.gr00t_n1_6.collate import GrootCollate, view_plans
 from loongforge.recipes.gr00t_n1_6.config import GrootConfig
 from loongforge.recipes.gr00t_n1_6.initialise import build_on_meta, materialise, random_fill
 from loongforge.recipes.gr00t_n1_6.lora import LoraConfig
 from loongforge.recipes.gr00t_n1_6.model import GrootModel
 from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
+    EMBODIMENT_IDS,
     Embodiment,
     EmbodimentConfig,
     Features,
@@ -29,12 +37,14 @@ from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
 )
 from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions
 from loongforge.recipes.gr00t_n1_6.processing.normalise import StateActionProcessor, Statistics
+from loongforge.recipes.gr00t_n1_6.processing.relative import TabularSource, relative_statistics
 from loongforge.recipes.gr00t_n1_6.processing.text import (
     ByteTokenizer,
     FolderTokenizer,
     PromptBuilder,
     PromptTokenizer,
 )
+from loongforge.recipes.gr00t_n1_6.processor_files import read_slots, write_processor
 from loongforge.recipes.gr00t_n1_6.slots import (
     DECAY_BOUND,
     SlotDecision,
@@ -126,17 +136,62 @@ class GrootRecipe:
     # ---- model -------------------------------------------------------------------------------------------
     def build_model(self, options: GrootOptions, seed: int, *, device: str = "cpu") -> GrootModel:
         """Build the model on ``device``, tensor by tensor, so that no second copy ever exists."""
-        options = self.fitted(options)
-        model = build_on_meta(options.config, options.lora)
+        options = self.fitted(self.resolved(options))
+        dtype = _DTYPES[options.frozen_dtype]
+        if options.checkpoint is None:
+            model = build_on_meta(options.config, options.lora)
+            materialise(model, device, frozen_dtype=dtype, fill=random_fill(seed, options.config))
+        else:
+            source = open_checkpoint(find_checkpoint(options.checkpoint))
+            model, report = load_model(
+                source, options.config, lora=options.lora, seed=seed, device=device, frozen_dtype=dtype
+            )
+            log.info("loaded %d tensors from %s", report.tensors, source.folder)
         model.image_options = options.image
-        fill = random_fill(seed, options.config)
-        materialise(model, device, frozen_dtype=_DTYPES[options.frozen_dtype], fill=fill)
-        use_single_slot(
-            model,
-            slot_of(options.embodiment, options.config.head.max_embodiments),
-            live_only=self.slot_decision(options).live,
-        )
+        use_single_slot(model, self.slot(options), live_only=self.slot_decision(options).live)
         return model.train()
+
+    def resolved(self, options: GrootOptions) -> GrootOptions:
+        """Return the options with the sizes of the checkpoint they name; what trains stays as it is."""
+        if options.checkpoint is None:
+            return options
+        config = open_checkpoint(find_checkpoint(options.checkpoint)).config(options.config)
+        return replace(options, config=replace(config, tune=options.config.tune, work=options.config.work))
+
+    def slot(self, options: GrootOptions) -> int:
+        """Return the embodiment slot of the options' robot."""
+        return slot_of(options.embodiment, options.config.head.max_embodiments, self.known_slots(options))
+
+    def known_slots(self, options: GrootOptions) -> Mapping[str, int]:
+        """Return slot by embodiment tag: the published table, overruled by the checkpoint's."""
+        return (
+            EMBODIMENT_IDS if options.checkpoint is None else read_slots(find_checkpoint(options.checkpoint))
+        )
+
+    def export(
+        self, model: nn.Module, dataset: SampleSource, options: GrootOptions, folder: str | Path
+    ) -> list[Path]:
+        """Write model and processor files in the published layout; return the weight files.
+
+        The original inference code loads the result; a fine-tuned robot is added to the processor files of
+        the checkpoint the run started from.
+        """
+        options = self.resolved(options)
+        source = None if options.checkpoint is None else open_checkpoint(find_checkpoint(options.checkpoint))
+        target = Path(folder)
+        files = export_model(cast(GrootModel, model), target, source=source)
+        robot = self.embodiment(dataset, options)
+        write_processor(
+            target,
+            robot=robot,
+            statistics=_statistics(dataset),
+            relative=relative_statistics(cast(TabularSource, dataset), robot),
+            config=options.config,
+            image=options.image,
+            formalise_language=options.formalise_language,
+            source=None if source is None else source.folder,
+        )
+        return files
 
     def slot_decision(self, options: GrootOptions) -> SlotDecision:
         """Tell whether unused embodiment slots can be left out, judged by the recipe's training settings."""
@@ -175,6 +230,7 @@ class GrootRecipe:
         """Open a LeRobot data set with action windows and images decoded at the pipeline's size."""
         from loongforge_data import open_dataset
 
+        options = self.resolved(options)
         probe = open_dataset(root)
         robot = self.embodiment(probe, options)
         sizes = {plan.decoded for plan in view_plans(robot, _features(probe), options.image)}
@@ -199,33 +255,32 @@ class GrootRecipe:
             _features(dataset),
             modality,
             slots=options.config.head.max_embodiments,
+            known_slots=self.known_slots(options),
         )
 
     def build_collate(self, dataset: SampleSource, model: nn.Module, options: GrootOptions) -> Collate:
         """Return the function from samples to a model batch on the host."""
+        options = self.resolved(options)
         robot = self.embodiment(dataset, options)
-        statistics = getattr(dataset, "stats", None)
-        if not isinstance(statistics, Mapping):
-            msg = "the data set has no statistics; run `loongforge-data validate` or recompute them"
-            raise ConfigError(msg)
         return GrootCollate(
             embodiment=robot,
             plans=view_plans(robot, _features(dataset), options.image),
             prompts=PromptBuilder(self.tokenizer(options), formalise_language=options.formalise_language),
-            vectors=self.vectors(robot, statistics, options),
+            vectors=self.vectors(robot, dataset, options),
             image_options=options.image,
             pad_to=options.pad_to,
             multiple=options.pad_multiple,
         )
 
     def vectors(
-        self, robot: Embodiment, statistics: Statistics, options: GrootOptions
+        self, robot: Embodiment, dataset: SampleSource, options: GrootOptions
     ) -> StateActionProcessor:
-        """Return the normaliser of states and actions."""
+        """Return the normaliser of states and actions, with the data set's statistics."""
         head = options.config.head
         return StateActionProcessor(
             robot,
-            statistics,
+            _statistics(dataset),
+            relative=relative_statistics(cast(TabularSource, dataset), robot),
             max_state_dim=head.max_state_dim,
             max_action_dim=head.max_action_dim,
             action_horizon=head.action_horizon,
@@ -244,6 +299,14 @@ class GrootRecipe:
             )
             raise ConfigError(msg)
         return stand_in
+
+
+def _statistics(dataset: object) -> Statistics:
+    statistics = getattr(dataset, "stats", None)
+    if not isinstance(statistics, Mapping) or not statistics:
+        msg = "the data set has no statistics; compute them with `loongforge-data` before training"
+        raise ConfigError(msg)
+    return statistics
 
 
 def _number(value: object, default: float) -> float:
