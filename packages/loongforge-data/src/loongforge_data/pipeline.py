@@ -37,6 +37,7 @@ from loongforge_data.frames import FrameReader
 from loongforge_data.order import EpochPlan, group_batches
 from loongforge_data.planning import (
     HEADER_BYTES,
+    TARGET_FIELDS,
     BatchLayout,
     PlannedBatch,
     VideoDataset,
@@ -66,7 +67,9 @@ if TYPE_CHECKING:
     from loongforge_data.workers.loop import WorkerSpec
 
 CHECK_SECONDS = 0.1
-MAX_ATTEMPTS = 3
+# How often a job may cost its worker without any of its items being made in between, before that is an error.
+MAX_DEATHS = 5
+MAX_HANGS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +232,15 @@ class _Pending:
     epoch: int = 0
 
 
+@dataclass(kw_only=True)
+class _Attempts:
+    """Workers that a job has cost."""
+
+    deaths: int = 0
+    hangs: int = 0
+    missing: int = -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class RingSettings:
     """Sizes and limits of a `RingPipeline`."""
@@ -276,7 +288,7 @@ class RingPipeline:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         self._backlog: list[tuple[Job, int | None, tuple[int, ...]]] = []
         self._jobs: dict[int, Job] = {}
-        self._attempts: dict[int, int] = {}
+        self._attempts: dict[int, _Attempts] = {}
         self._failures: dict[tuple[int, int, int], str] = {}
         self._checked = 0.0
 
@@ -484,10 +496,9 @@ class RingPipeline:
             self._replace(worker)
         for _, worker, age in self._ring.claimed():
             if age > self._settings.timeout and worker in self._crew.pids:
-                self._crew.kill(worker)
-                self._replace(worker)
+                self._replace(worker, hung=True)
 
-    def _replace(self, worker: int) -> None:
+    def _replace(self, worker: int, *, hung: bool = False) -> None:
         """Put a dead worker's jobs back and start it again.
 
         Raises:
@@ -501,21 +512,42 @@ class RingPipeline:
         held = [serial for serial, owner, _ in self._ring.claimed() if owner == worker]
         pid = self._crew.remove(worker)
         for serial in held:
-            self._attempts[serial] = self._attempts.get(serial, 0) + 1
-            if self._attempts[serial] >= MAX_ATTEMPTS:
-                self.close()
-                job = self._jobs.get(serial)
-                msg = (
-                    f"worker {worker} (process {pid}) died or hung {MAX_ATTEMPTS} times, for "
-                    f"{self._settings.timeout:g} s at most, at {_name(job)}; look for its output above, or "
-                    f"raise timeout"
-                )
-                raise WorkerError(msg)
+            self._blame(serial, hung=hung, worker=worker, pid=pid)
         self._counters.requeued_jobs += self._ring.requeue(worker)
         self._counters.restarts += 1
         self._crew.start(worker)
         for pending in self._pending.values():
             self._ring.settle(pending.planned.slot)
+
+    def _blame(self, serial: int, *, hung: bool, worker: int, pid: int) -> None:
+        """Count what a job has cost; progress in between forgives."""
+        job = self._jobs.get(serial)
+        attempts = self._attempts.setdefault(serial, _Attempts())
+        missing = self._missing(job)
+        if missing != attempts.missing:
+            attempts.deaths = attempts.hangs = 0
+            attempts.missing = missing
+        attempts.deaths += 1
+        attempts.hangs += hung
+        if attempts.deaths < MAX_DEATHS and attempts.hangs < MAX_HANGS:
+            return
+        self.close()
+        happened = (
+            f"hung for {self._settings.timeout:g} s, {attempts.hangs} times in a row"
+            if hung
+            else f"died {attempts.deaths} times in a row"
+        )
+        msg = f"worker {worker} (process {pid}) {happened}, at {_name(job)}; see its output above" + (
+            ", or raise timeout" if hung else ""
+        )
+        raise WorkerError(msg)
+
+    def _missing(self, job: Job | None) -> int:
+        """Return how many items of a job are not made yet."""
+        if not isinstance(job, DecodeJob):
+            return 1
+        table = np.frombuffer(job.targets, np.int64).reshape(-1, TARGET_FIELDS)
+        return sum(self._ring.wants(slot, sequence, item) for _, slot, sequence, item, _ in table.tolist())
 
     # -- delivery ----------------------------------------------------------------------------------
 
@@ -555,7 +587,7 @@ class RingPipeline:
 def _name(job: Job | None) -> str:
     match job:
         case DecodeJob():
-            frames = np.frombuffer(job.targets, np.int64).reshape(-1, 5)[:, 0]
+            frames = np.frombuffer(job.targets, np.int64).reshape(-1, TARGET_FIELDS)[:, 0]
             return f"frames {frames[:8].tolist()} of {job.path}"
         case TableJob() | SampleJob():
             return f"samples {np.frombuffer(job.indices, np.int64).tolist()}"
