@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loongforge_comm import CommPlan, Curve, GradientSpec, LinkModel, plan_buckets
-from loongforge_comm.planner import choose_strategy, cost_curve, segment
+from loongforge_comm.planner import cost_curve, segment
 
 
 def brute_force(ready: list[float], sizes: list[float], curve: Curve, extra: float = 0.0) -> float:
@@ -106,8 +106,27 @@ def test_another_strategy_needs_a_clear_lead_over_the_ring() -> None:
         backend="model",
         curves={"ring": ring, "direct": Curve.linear(0.97, 1.0), "tree": Curve.linear(0.5, 4.0)},
     )
-    assert choose_strategy(link, 1024.0) == "tree"
-    assert choose_strategy(link, 2.0**23) == "ring"
+    assert link.choose(1024.0) == "tree"
+    assert link.choose(2.0**23) == "ring"
+
+
+def test_a_strategy_is_not_trusted_beyond_the_sizes_it_was_measured_at() -> None:
+    link = LinkModel(
+        world_size=2,
+        backend="model",
+        curves={
+            "ring": Curve.fit([1024, 2.0**22], [1.0, 32.0]),
+            "tree": Curve.fit([1024, 2.0**20], [0.1, 2.0]),
+        },
+    )
+    assert link.choose(2.0**20) == "tree"
+    assert link.choose(2.0**21) == "ring"
+    envelope = cost_curve(link)
+    sizes = np.asarray([1024.0, 2.0**19, 2.0**21, 2.0**24, 2.0**34])
+    cheapest = [
+        link.predict_ms(link.choose(s), s) / (1.0 if link.choose(s) == "ring" else 0.95) for s in sizes
+    ]
+    assert envelope.predict(sizes).tolist() == pytest.approx(cheapest)
 
 
 @settings(max_examples=40, deadline=None)
@@ -148,6 +167,7 @@ def test_damaged_plans_are_refused_with_the_reason() -> None:
 def test_noisy_measurements_become_monotone() -> None:
     curve = Curve.fit([1, 2, 3, 4], [1.0, 3.0, 2.0, 4.0])
     assert curve.ms == (1.0, 2.5, 2.5, 4.0)
+    assert curve.valid_to == 4.0
     assert curve.predict(np.asarray([0.0, 8.0])).tolist() == pytest.approx([1.0, 7.0])
     again = LinkModel.from_json(LinkModel(world_size=2, backend="gloo", curves={"ring": curve}).to_json())
     assert again.curves["ring"] == curve

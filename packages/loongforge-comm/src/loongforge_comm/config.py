@@ -58,7 +58,7 @@ class SchedulerConfig:
     """Passed to stock DDP in mode ``plan-only``; the other modes never need it."""
     broadcast_initial: bool = True
     """Broadcast parameters and buffers of rank 0 at start, frozen ones too."""
-    link_budget_s: float = 1.0
+    link_budget_s: float = 1.5
     """Seconds spent measuring the link when no link model or plan is given."""
     link_cache: Path | None = None
     """Folder where measured link models are kept, one file per topology fingerprint. ``None``: no file."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 LINK_VERSION = 1
 REDUCTIONS = ("ring", "tree", "direct", "all_gather")
+MARGIN = 0.95
+"""Another strategy replaces the ring only where it is predicted at least 5 % cheaper, so noise does not
+decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +24,15 @@ class Curve:
         nbytes: sizes in bytes, ascending, at least one.
         ms: milliseconds at these sizes, not decreasing.
         spread_ms: interquartile range of the measurement at each size, zeros for models.
+        valid_to: largest size at which the curve may speak for an alternative to the ring; a measured curve
+            ends where
+            its measurement ended, because a short range says nothing about bandwidth (token buckets, caches).
     """
 
     nbytes: tuple[float, ...]
     ms: tuple[float, ...]
     spread_ms: tuple[float, ...] = ()
+    valid_to: float = float("inf")
 
     def __post_init__(self) -> None:
         if not self.nbytes or len(self.nbytes) != len(self.ms) or list(self.nbytes) != sorted(self.nbytes):
@@ -54,7 +61,12 @@ class Curve:
                 weight = weight_a + weight_b
                 blocks.append([(value_a * weight_a + value_b * weight_b) / weight, weight])
         smooth = [value for value, weight in blocks for _ in range(int(weight))]
-        return cls(nbytes=tuple(map(float, nbytes)), ms=tuple(smooth), spread_ms=tuple(spread_ms))
+        return cls(
+            nbytes=tuple(map(float, nbytes)),
+            ms=tuple(smooth),
+            spread_ms=tuple(spread_ms),
+            valid_to=float(nbytes[-1]),
+        )
 
     @property
     def alpha_ms(self) -> float:
@@ -87,7 +99,7 @@ class Curve:
 
     def scaled(self, factor: float) -> Curve:
         """The same curve with every time multiplied by ``factor``."""
-        return Curve(nbytes=self.nbytes, ms=tuple(v * factor for v in self.ms), spread_ms=self.spread_ms)
+        return replace(self, ms=tuple(v * factor for v in self.ms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,26 +144,20 @@ class LinkModel:
         """Size that separates low load (latency-bound) from high load (bandwidth-bound)."""
         return self.curves["ring"].crossover_bytes
 
-    def best(self, nbytes: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[str]]:
-        """Predicted milliseconds of the cheapest strategy for each size, and its name.
-
-        Another strategy replaces the ring only where it is at least 5 % cheaper, so noise does not decide.
-        """
-        best_ms = self.curves["ring"].predict(nbytes)
-        names = np.full(nbytes.shape, "ring", dtype=object)
-        for name in REDUCTIONS[1:]:
-            if name not in self.curves:
-                continue
-            ms = self.curves[name].predict(nbytes)
-            wins = ms < 0.95 * best_ms
-            best_ms = np.where(wins, ms, best_ms)
-            names[wins] = name
-        return best_ms, [str(name) for name in names]
-
     def predict_ms(self, strategy: str, nbytes: float) -> float:
         """Milliseconds of one collective; an unmeasured strategy costs as much as the ring."""
         curve = self.curves.get(strategy, self.curves["ring"])
         return float(curve.predict(np.asarray([nbytes], dtype=np.float64))[0])
+
+    def choose(self, nbytes: float) -> str:
+        """The strategy with the lowest predicted time; the ring unless another is clearly cheaper."""
+        best, best_ms = "ring", self.predict_ms("ring", nbytes)
+        for name in REDUCTIONS[1:]:
+            if name in self.curves and nbytes <= self.curves[name].valid_to:
+                ms = self.predict_ms(name, nbytes) / MARGIN
+                if ms < best_ms:
+                    best, best_ms = name, ms
+        return best
 
     def scaled(self, factor: float) -> LinkModel:
         """The model with all times multiplied: how bucket times seen in training correct the idle
@@ -179,7 +185,12 @@ class LinkModel:
                 "launch_ms": self.launch_ms,
                 "notes": dict(self.notes),
                 "curves": {
-                    name: {"nbytes": curve.nbytes, "ms": curve.ms, "spread_ms": curve.spread_ms}
+                    name: {
+                        "nbytes": curve.nbytes,
+                        "ms": curve.ms,
+                        "spread_ms": curve.spread_ms,
+                        "valid_to": None if curve.valid_to == float("inf") else curve.valid_to,
+                    }
                     for name, curve in self.curves.items()
                 },
             }
@@ -204,6 +215,7 @@ class LinkModel:
                     nbytes=tuple(curve["nbytes"]),
                     ms=tuple(curve["ms"]),
                     spread_ms=tuple(curve["spread_ms"]),
+                    valid_to=float("inf") if curve["valid_to"] is None else curve["valid_to"],
                 )
                 for name, curve in data["curves"].items()
             },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,12 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from loongforge_comm.gradients import GradientSpec, order_by_ready
-from loongforge_comm.link import REDUCTIONS, Curve, LinkModel
+from loongforge_comm.link import MARGIN, REDUCTIONS, Curve, LinkModel
 from loongforge_comm.plan import Bucket, CommPlan, Piece, schedule
-
-MARGIN = 0.95
-"""Another strategy replaces the ring only where it is predicted at least 5 % cheaper, so noise does not
-decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,37 +95,42 @@ def segment(
 
 
 def cost_curve(link: LinkModel, strategy: str | None = None) -> Curve:
-    """The lower envelope of all strategies (others than the ring with a margin), or one strategy's curve."""
+    """One strategy's curve, or for ``None`` the lower envelope of all (others than the ring with their
+    margin).
+
+    Piecewise linear with every crossing as a point. Where an alternative's measured range ends, the envelope
+    returns
+    to the ring within one byte.
+    """
     if strategy is not None:
         return link.curves.get(strategy, link.curves["ring"])
-    ring = link.curves["ring"]
-    others = [link.curves[name].scaled(1 / MARGIN) for name in REDUCTIONS[1:] if name in link.curves]
-    if not others:
-        return ring
-    curves = [ring, *others]
-    grid = np.unique(np.concatenate([np.asarray(curve.nbytes) for curve in curves] + [[0.0, 2.0**40]]))
+    curves = [replace(link.curves["ring"], valid_to=float("inf"))]
+    curves += [link.curves[name].scaled(1 / MARGIN) for name in REDUCTIONS[1:] if name in link.curves]
+    if len(curves) == 1:
+        return curves[0]
+    ends = [end for curve in curves[1:] for end in (curve.valid_to, curve.valid_to + 1.0) if np.isfinite(end)]
+    points = [np.asarray(curve.nbytes) for curve in curves]
+    grid = np.unique(np.concatenate([*points, np.asarray([0.0, 2.0**40, *ends])]))
+    values = [_within(curve, grid) for curve in curves]
     crossings: list[float] = []
-    values = [curve.predict(grid) for curve in curves]
     for a in range(len(curves)):
         for b in range(a + 1, len(curves)):
-            gap = values[a] - values[b]
+            known = np.isfinite(values[a]) & np.isfinite(values[b])
+            gap = np.where(known, values[a], 0.0) - np.where(known, values[b], 0.0)
             for k in np.nonzero(gap[:-1] * gap[1:] < 0)[0]:
                 share = gap[k] / (gap[k] - gap[k + 1])
                 crossings.append(float(grid[k] + share * (grid[k + 1] - grid[k])))
-    grid = np.unique(np.concatenate([grid, crossings])) if crossings else grid
-    lowest = np.min([curve.predict(grid) for curve in curves], axis=0)
+    grid = np.unique(np.concatenate([grid, np.asarray(crossings)])) if crossings else grid
+    lowest = np.maximum.accumulate(np.min([_within(curve, grid) for curve in curves], axis=0))
     return Curve(nbytes=tuple(grid.tolist()), ms=tuple(lowest.tolist()))
 
 
-def choose_strategy(link: LinkModel, nbytes: float) -> str:
-    """The strategy with the lowest predicted time; the ring unless another is clearly cheaper."""
-    best, best_ms = "ring", link.predict_ms("ring", nbytes)
-    for name in REDUCTIONS[1:]:
-        if name in link.curves:
-            ms = link.predict_ms(name, nbytes) / MARGIN
-            if ms < best_ms:
-                best, best_ms = name, ms
-    return best
+def _within(curve: Curve, grid: NDArray[np.float64]) -> NDArray[np.float64]:
+    return (
+        np.where(grid <= curve.valid_to, curve.predict(grid), np.inf)
+        if curve.valid_to < np.inf
+        else curve.predict(grid)
+    )
 
 
 def plan_buckets(
@@ -228,7 +229,7 @@ def _optimal(items: list[_Item], link: LinkModel, cap: float) -> list[tuple[list
         nbytes = sum(item.nbytes for item in part)
         group, forced = part[0].key
         load = "high" if nbytes > link.crossover_bytes else "low"
-        result.append((part, group or load, forced or choose_strategy(link, nbytes)))
+        result.append((part, group or load, forced or link.choose(nbytes)))
         start = stop
     return result
 

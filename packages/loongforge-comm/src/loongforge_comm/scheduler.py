@@ -488,7 +488,7 @@ class GradientScheduler:
         parts = self._agreement.exchange("ready-times", [mine, scale])
         tables = [part[0] for part in parts if isinstance(part, list) and part[0]]
         scales = [float(part[1]) for part in parts if isinstance(part, list) and part[1]]
-        factor = min(max(min(scales), 0.5), 3.0) if scales else 1.0
+        factor = min(max(min(scales), 0.7), 2.0) if scales else 1.0
         if tables:
             ready = {name: _mean([t[i] for t in tables]) for i, name in enumerate(names)}
             plan = self._make_plan(ready, "measured", factor)

@@ -28,6 +28,7 @@ class Telemetry:
         self._backward: deque[float] = deque(maxlen=HISTORY)
         self._busy: deque[float] = deque(maxlen=HISTORY)
         self._first: deque[float] = deque(maxlen=HISTORY)
+        self._overlap: deque[float] = deque(maxlen=HISTORY)
         self._bucket_ms: dict[int, deque[float]] = {}
         self.last_exposed_ms: float | None = None
         self.last_overlap: float | None = None
@@ -61,6 +62,8 @@ class Telemetry:
             self._busy.append(busy * 1e3)
             tail = sum(max(0.0, b - max(a, record.end)) for a, b in _merge(record.spans.values()))
             self.last_overlap = max(0.0, 1.0 - tail / busy)
+            if not record.deferred:
+                self._overlap.append(self.last_overlap)
 
     def bucket_ms(self) -> dict[int, float]:
         """Median milliseconds of each bucket on the channel, queueing behind earlier buckets taken out."""
@@ -95,6 +98,7 @@ class Telemetry:
             "backward_ms_mean": float(np.mean(self._backward)) if self._backward else None,
             "comm_ms_mean": busy,
             "overlap": self.last_overlap,
+            "overlap_mean": float(np.mean(self._overlap)) if self._overlap else None,
             "first_gradient_share": self.first_gradient_share(),
         }
 
