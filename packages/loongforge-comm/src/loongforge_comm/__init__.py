@@ -9,6 +9,8 @@ from loongforge_comm.errors import (
 )
 from loongforge_comm.gradients import GradientSpec, gradient_specs
 from loongforge_comm.link import Curve, LinkModel
+from loongforge_comm.mdg import ModuleDependencyGraph, build_mdg
+from loongforge_comm.measure import measure_link
 from loongforge_comm.plan import Bucket, CommPlan, Piece
 from loongforge_comm.planner import plan_buckets
 from loongforge_comm.scheduler import GradientScheduler
@@ -22,10 +24,13 @@ __all__ = [
     "GradientScheduler",
     "GradientSpec",
     "LinkModel",
+    "ModuleDependencyGraph",
     "Piece",
     "PlanMismatchError",
     "RankFailureError",
     "SchedulerConfig",
+    "build_mdg",
     "gradient_specs",
+    "measure_link",
     "plan_buckets",
 ]

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from loongforge_comm.agreement import Agreement
+from loongforge_comm.agreement import Agreement, group_store
 from loongforge_comm.algorithms import ALGORITHMS
 from loongforge_comm.channels import Channels
 from loongforge_comm.link import Curve, LinkModel
@@ -24,6 +25,7 @@ from loongforge_comm.topology import describe_topology
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 21, 22, 23, 24, 25, 26))
 """Payload bytes tried, ascending; large ones are left out when the time budget does not allow them."""
 REPEATS = 9
+_measured: Counter[tuple[int, ...]] = Counter()
 
 
 def fingerprint(agreement: Agreement, device: torch.device, backend: str) -> str:
@@ -38,6 +40,34 @@ def fingerprint(agreement: Agreement, device: torch.device, backend: str) -> str
     }
     parts = agreement.exchange("fingerprint", mine)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def measure_link(
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    budget_s: float = 1.5,
+    cache: Path | None = None,
+    timeout_s: float = 60.0,
+) -> LinkModel:
+    """Measure the collectives of a process group (collective call; every rank returns the same model).
+
+    Args:
+        process_group: the ranks; ``None`` for all.
+        device: device of the payload.
+        budget_s: seconds for all collectives together; at least three sizes of each are measured.
+        cache: folder with earlier results by topology fingerprint.
+        timeout_s: seconds to wait for the other ranks.
+    """
+    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    _measured[ranks] += 1
+    store = group_store(ranks, f"link-{_measured[ranks]}")
+    agreement = Agreement(store, ranks, dist.get_rank(), timeout_s)
+    channels = Channels(ranks, timeout_s=timeout_s)
+    try:
+        return measure_channels(channels, agreement, torch.device(device), budget_s=budget_s, cache=cache)
+    finally:
+        channels.close()
 
 
 def measure_channels(
