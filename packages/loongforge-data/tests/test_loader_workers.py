@@ -301,7 +301,7 @@ def test_statistics_have_stable_names():
         "batch",
         "workers",
         "start_method",
-        "start_method_reason",
+        "start_method_reason", "pinned_bytes", "pin_reason",
         "slot_bytes",
         "slots_reason",
         "queue_ready_batches",

@@ -65,7 +65,7 @@ def _collate(values: Sequence[object], name: str) -> object:
     if isinstance(first, np.ndarray | np.generic) or _is_tensor(first):
         return _stack([np.asarray(value) for value in values], name)
     if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return _rebuild(first, _positions(values, name))
+        return rebuild(first, _positions(values, name))
     if isinstance(first, tuple):
         return tuple(_positions(values, name))
     if isinstance(first, list):
@@ -73,7 +73,7 @@ def _collate(values: Sequence[object], name: str) -> object:
     return list(values)
 
 
-def _rebuild(example: tuple[object, ...], values: Sequence[object]) -> object:
+def rebuild(example: tuple[object, ...], values: Sequence[object]) -> object:
     """Return a named tuple of the example's type."""
     make = cast("Callable[..., object]", type(example))
     return make(*values)
@@ -120,7 +120,7 @@ def to_tensors(value: object) -> object:
     if isinstance(value, dict):
         return {key: to_tensors(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _rebuild(value, [to_tensors(item) for item in value])
+        return rebuild(value, [to_tensors(item) for item in value])
     if isinstance(value, tuple):
         return tuple(to_tensors(item) for item in value)
     if isinstance(value, list) and any(isinstance(item, np.ndarray | dict | list | tuple) for item in value):

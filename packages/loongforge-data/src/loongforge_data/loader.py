@@ -15,6 +15,7 @@ from loongforge_data.cache import CacheConfig
 from loongforge_data.collate import to_tensors, torch_available
 from loongforge_data.errors import DataError
 from loongforge_data.order import DEFAULT_GROUP, EpochPlan, OrderConfig, Shuffle, Tail
+from loongforge_data.pinning import SlotPinner
 from loongforge_data.pipeline import Delivery, InlinePipeline, Pipeline, RingPipeline, RingSettings
 from loongforge_data.planning import VideoDataset, batch_layout
 from loongforge_data.resume import LoaderState, check_state, read_state
@@ -183,6 +184,8 @@ class ADFEDataLoader(Generic[Batch]):
         self._pipeline: Pipeline | None = None
         self._finalizer: weakref.finalize[..., object] | None = None
         self._left_at: float | None = None
+        self._pinner: SlotPinner | None = None
+        self._pin_reason: str | None = None
 
     # -- order and position ------------------------------------------------------------------------
 
@@ -317,6 +320,8 @@ class ADFEDataLoader(Generic[Batch]):
 
     def _finish(self, delivery: Delivery) -> object | None:
         value = delivery.value
+        if self._pinner is not None and delivery.lease is not None:
+            self._pinner.deliver(delivery.lease)
         if self.collate_fn is None and torch_available():
             value = to_tensors(value)
         return value
@@ -374,7 +379,23 @@ class ADFEDataLoader(Generic[Batch]):
         )
         ring = RingPipeline(spec, settings, self._counters)
         self._finalizer = weakref.finalize(self, ring.close)
+        self._pinner = self._pin(ring)
         return ring
+
+    def _pin(self, ring: RingPipeline) -> SlotPinner | None:
+        """Return what page-locks slots, or None with a reason in the statistics."""
+        self._pin_reason = None
+        if not self.pin_memory:
+            return None
+        if not torch_available():
+            self._pin_reason = "torch is not installed"
+            return None
+        import torch
+
+        if not torch.cuda.is_available():
+            self._pin_reason = "torch sees no CUDA device"
+            return None
+        return SlotPinner(ring.ring)
 
     def _batch_bytes(self) -> int | None:
         if not self._video:
@@ -435,6 +456,8 @@ class ADFEDataLoader(Generic[Batch]):
             "workers": self.num_workers,
             "start_method": self._method if self.num_workers else None,
             "start_method_reason": self._method_reason if self.num_workers else None,
+            "pinned_bytes": 0 if self._pinner is None else self._pinner.registered_bytes,
+            "pin_reason": self._pin_reason if self._pinner is None else self._pinner.reason,
             "slot_bytes": None if self._size is None else self._size.slot_bytes,
             "slots_reason": None if self._size is None else self._size.reason,
             **{f"queue_{name}": depth for name, depth in depths.items()},
@@ -442,6 +465,9 @@ class ADFEDataLoader(Generic[Batch]):
         return flat_stats(self._counters, workers, extra)
 
     def _stop(self) -> None:
+        if self._pinner is not None:
+            self._pinner.close()
+            self._pinner = None
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
