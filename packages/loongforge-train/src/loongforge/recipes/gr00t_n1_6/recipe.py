@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from loongforge.recipes.gr00t_n1_6.config import GrootConfig
 from loongforge.recipes.gr00t_n1_6.initialise import build_on_meta, materialise, random_fill
 from loongforge.recipes.gr00t_n1_6.lora import LoraConfig
 from loongforge.recipes.gr00t_n1_6.model import GrootModel
+from loongforge.recipes.gr00t_n1_6.predict import GrootPredictor
 from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
     EMBODIMENT_IDS,
     Embodiment,
@@ -78,6 +79,7 @@ class GrootOptions:
         live_slots: ``auto`` leaves unused embodiment slots out of communication and optimizer where that
             changes nothing; ``off`` keeps all of them.
         lora: Low-rank adapters; off by default.
+        held_out: Episodes (by index) that training leaves out; ``loongforge eval`` looks at these.
         memory_budget_gb: GPU memory the run must fit, GB; chooses adapters, recomputation and dropped unused
             tensors. None changes nothing.
     """
@@ -93,7 +95,13 @@ class GrootOptions:
     formalise_language: bool = True
     live_slots: Literal["auto", "off"] = "auto"
     lora: LoraConfig = field(default_factory=LoraConfig)
+    held_out: tuple[int, ...] = ()
     memory_budget_gb: float | None = None
+
+
+class _Episode(Protocol):
+    @property
+    def index(self) -> int: ...
 
 
 class GrootRecipe:
@@ -227,13 +235,18 @@ class GrootRecipe:
     def build_dataset(
         self, root: str, options: GrootOptions, *, episodes: Sequence[int] | None = None
     ) -> SampleSource:
-        """Open a LeRobot data set with action windows and images decoded at the pipeline's size."""
+        """Open a LeRobot data set with action windows and images decoded at the pipeline's size.
+
+        ``episodes`` None takes all but the held-out ones.
+        """
         from loongforge_data import open_dataset
 
         options = self.resolved(options)
         probe = open_dataset(root)
         robot = self.embodiment(probe, options)
         sizes = {plan.decoded for plan in view_plans(robot, _features(probe), options.image)}
+        if episodes is None and options.held_out:
+            episodes = _all_but(probe.episodes, options.held_out)
         window = {column: range(robot.action_steps) for column in robot.action_columns}
         return cast(
             SampleSource,
@@ -286,6 +299,10 @@ class GrootRecipe:
             action_horizon=head.action_horizon,
         )
 
+    def predictor(self, model: nn.Module, collate: Collate) -> GrootPredictor:
+        """Return what turns samples into raw actions, for evaluation."""
+        return GrootPredictor(cast(GrootModel, model), cast(GrootCollate, collate))
+
     def tokenizer(self, options: GrootOptions) -> PromptTokenizer:
         """Return the tokenizer, checked against the model's image token and vocabulary."""
         language = options.config.language
@@ -299,6 +316,19 @@ class GrootRecipe:
             )
             raise ConfigError(msg)
         return stand_in
+
+
+def _all_but(episodes: Iterable[_Episode], held_out: Sequence[int]) -> list[int]:
+    known = [episode.index for episode in episodes]
+    absent = sorted(set(held_out) - set(known))
+    if absent:
+        msg = f"held_out names episodes {absent} that the data set lacks; it has {min(known)}..{max(known)}"
+        raise ConfigError(msg)
+    left = [index for index in known if index not in set(held_out)]
+    if not left:
+        msg = f"held_out leaves no episode to train on; the data set has {len(known)}"
+        raise ConfigError(msg)
+    return left
 
 
 def _statistics(dataset: object) -> Statistics:
