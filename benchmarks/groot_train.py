@@ -1,9 +1,9 @@
 """GR00T N1.6 at full size with random weights on one GPU: real decoding, all pillars, and the 24 GB preset.
 
 Sections (each is time-boxed and its failure is recorded, not fatal):
-  step    forward, backward and optimizer on a batch that is already on the GPU, each work switch on and off
   train   200 steps on a robot recording through the trainer, pillars off and on
   budget  20 steps of the 24 GB preset under a memory limit of 22 GiB
+  step    forward, backward and optimizer on a batch that is already on the GPU, each work switch on and off
 
     uv run benchmarks/groot_train.py --dataset ../shared/data/g1_pick --json OUT
 """
@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import _common
 
-SECTIONS = ("step", "train", "budget")
+SECTIONS = ("train", "budget", "step")
 
 
 def main() -> None:

@@ -161,10 +161,9 @@ def invoke(*arguments):
 
 
 def test_the_command_evaluates_held_out_episodes(recording, published, tmp_path):
-    result = invoke(
-        "--checkpoint", published, "--recipe", "gr00t_n1_6_tiny", "--dataset", recording, "--output", tmp_path,
-        "--option", "held_out=2", "--option", "frozen_dtype=float32", "--samples", 8,
-    )  # fmt: skip
+    policy = ["--checkpoint", published, "--recipe", "gr00t_n1_6_tiny", "--option", "frozen_dtype=float32"]
+    data = ["--dataset", recording, "--option", "held_out=2", "--samples", 8]
+    result = invoke(*policy, *data, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.strip().splitlines()[-1])
     assert summary["held_out"] is True
@@ -214,11 +213,8 @@ def test_a_run_is_evaluated_by_its_folder(recording, tmp_path):
         policy = load_policy(str(tmp_path / "run"), average=average)
         assert policy.dataset == str(recording)
         assert policy.options.held_out == (1,)
-        same = all(
-            torch.equal(value, run.model.state_dict()[name])
-            for name, value in policy.model.state_dict().items()
-        )
-        assert same != average
+        trained, loaded = run.model.state_dict(), policy.model.state_dict()
+        assert all(torch.equal(value, trained[name]) for name, value in loaded.items()) != average
     result = invoke("--checkpoint", tmp_path / "run", "--output", tmp_path / "eval", "--ema", "--samples", 0)
     assert result.exit_code == 0, result.exception
     assert json.loads(result.stdout.strip().splitlines()[-1])["per_episode"][0]["episode"] == 1

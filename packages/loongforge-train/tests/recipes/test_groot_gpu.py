@@ -43,7 +43,9 @@ def test_golden_loss_and_gradients_on_a_gpu(groot_reference, case):
     for name, reference in golden.items():
         if name.startswith(f"{case}.grad."):
             ours = parameters[name.removeprefix(f"{case}.grad.")].grad.cpu()
-            assert (ours - reference).abs().max() <= 5e-5 * reference.abs().max(), name
+            # Sines of angles up to 1000 radians differ between devices in the fifth digit.
+            limit = 2e-4 if "timestep_embedder" in name else 5e-5
+            assert (ours - reference).abs().max() <= limit * reference.abs().max(), name
 
 
 def test_bfloat16_autocast_stays_near_float32(tiny_batch):
@@ -73,28 +75,45 @@ def test_a_step_never_waits_for_the_device(tiny_batch):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_forward_and_backward_can_be_captured(tiny_batch):
-    model = tiny().train()
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])
+def test_forward_and_backward_can_be_captured(tiny_batch, mixed, dropout):
+    frozen = "bfloat16" if mixed else "float32"
+    model = tiny(**{"frozen_dtype": frozen, "config.dit.dropout": dropout}).train()
     batch = to(tiny_batch, "cuda")
+
+    def work():
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=mixed, cache_enabled=False):
+            loss = model(batch)["loss"]
+        loss.backward()
+        return loss
+
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
+        for _ in range(3):
             model.zero_grad(set_to_none=True)
-            model(batch)["loss"].backward()
+            eager_loss = work().detach().clone()
+        eager = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
     torch.cuda.current_stream().wait_stream(stream)
-    eager = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = model(batch)["loss"]
-        loss.backward()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.isfinite(loss)
+    with torch.cuda.graph(graph, stream=stream):
+        loss = work()
+    losses = []
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        losses.append(loss.item())
+    if dropout:
+        assert losses[0] != losses[1]
+        return
+    assert losses[0] == losses[1] == pytest.approx(eager_loss.item(), rel=1e-3)
     for name, parameter in model.named_parameters():
         if name in eager:
-            torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                parameter.grad, 2 * eager[name], rtol=2e-2 if mixed else 1e-3, atol=1e-4
+            )
 
 
 def test_images_are_prepared_alike_on_both_devices():
@@ -112,7 +131,7 @@ def test_images_are_prepared_alike_on_both_devices():
 @pytest.mark.slow
 def test_the_full_size_model_takes_a_step():
     recipe = get_recipe("gr00t_n1_6")
-    options = recipe.options({"config.work.keep_unused": False})
+    options = recipe.options({"config.work.keep_unused": False, "config.dit.dropout": 0.0})
     torch.cuda.reset_peak_memory_stats()
     model = recipe.build_model(options, 0, device="cuda")
     language, head = options.config.language, options.config.head
@@ -129,9 +148,9 @@ def test_the_full_size_model_takes_a_step():
         "embodiment_id": torch.full((2,), 10),
     }
     batch = model.draw(to(batch, "cuda"))
-    optimizer = torch.optim.AdamW(recipe.param_groups(model, 1e-5), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(recipe.param_groups(model, 1e-5), lr=2e-5, fused=True)
     losses = []
-    for _ in range(3):
+    for _ in range(6):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = model(batch)["loss"]
         optimizer.zero_grad()
