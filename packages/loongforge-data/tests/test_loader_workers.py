@@ -287,6 +287,7 @@ def test_statistics_have_stable_names():
         "worker_idle_ms",
         "worker_jobs",
         "table_bytes",
+        "readahead_bytes",
         "cache_hits",
         "cache_misses",
         "cache_hit_rate",
@@ -301,7 +302,9 @@ def test_statistics_have_stable_names():
         "batch",
         "workers",
         "start_method",
-        "start_method_reason", "pinned_bytes", "pin_reason",
+        "start_method_reason",
+        "pinned_bytes",
+        "pin_reason",
         "slot_bytes",
         "slots_reason",
         "queue_ready_batches",
@@ -327,6 +330,7 @@ def test_statistics_have_stable_names():
         ({"multiprocessing_context": "thread"}, "multiprocessing_context"),
         ({"timeout": 0}, "timeout"),
         ({"slots": 1}, "slots"),
+        ({"readahead": "mmap"}, "readahead"),
     ],
 )
 def test_bad_arguments_are_named(arguments, word):

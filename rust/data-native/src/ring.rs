@@ -225,6 +225,26 @@ impl Ring {
         self.0.clear_queued()
     }
 
+    /// (serial, payload) of up to `most` waiting jobs from serial `start` on, without claiming them.
+    fn peek<'py>(
+        &self,
+        py: Python<'py>,
+        start: u64,
+        most: usize,
+    ) -> Vec<(u64, Bound<'py, PyBytes>)> {
+        let found = self.0.peek(start, most).into_iter();
+        found
+            .map(|(serial, payload)| (serial, PyBytes::new(py, &payload)))
+            .collect()
+    }
+
+    /// Sleeps until there is work, or the time is over.
+    fn wait_work(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let timeout = seconds(timeout)?;
+        py.detach(|| self.0.wait_work(timeout));
+        Ok(())
+    }
+
     fn outstanding(&self) -> usize {
         self.0.outstanding()
     }

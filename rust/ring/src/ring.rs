@@ -574,6 +574,28 @@ impl Ring {
         self.claimed().len()
     }
 
+    /// Payloads of jobs that wait, from serial `from` on: a look ahead that claims nothing. A payload that changes
+    /// while it is read is left out.
+    #[must_use]
+    pub fn peek(&self, from: u64, most: usize) -> Vec<(u64, Vec<u8>)> {
+        let header = self.header();
+        let head = header.head.load(Ordering::Acquire).max(from);
+        (head..header.tail.load(Ordering::Acquire))
+            .filter_map(|serial| {
+                let (job, _) = self.entry(self.index(serial));
+                let waits = || {
+                    job.state.word() == job::QUEUED && job.serial.load(Ordering::Acquire) == serial
+                };
+                if !waits() {
+                    return None;
+                }
+                let payload = self.payload(self.index(serial));
+                waits().then_some((serial, payload))
+            })
+            .take(most)
+            .collect()
+    }
+
     /// Jobs that are not finished.
     #[must_use]
     pub fn outstanding(&self) -> usize {
@@ -594,6 +616,12 @@ impl Ring {
             futex::wait(word, seen, timeout);
         }
         word.load(Ordering::SeqCst)
+    }
+
+    /// Sleeps until jobs were published, or the time is over.
+    pub fn wait_work(&self, timeout: Duration) {
+        let word = &self.header().work;
+        futex::wait(word, word.load(Ordering::SeqCst), timeout);
     }
 
     /// Tells workers to leave.

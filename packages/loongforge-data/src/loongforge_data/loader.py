@@ -18,6 +18,7 @@ from loongforge_data.order import DEFAULT_GROUP, EpochPlan, OrderConfig, Shuffle
 from loongforge_data.pinning import SlotPinner
 from loongforge_data.pipeline import Delivery, InlinePipeline, Pipeline, RingPipeline, RingSettings
 from loongforge_data.planning import VideoDataset, batch_layout
+from loongforge_data.prefetch import MODES, Mode
 from loongforge_data.resume import LoaderState, check_state, read_state
 from loongforge_data.sizing import DEFAULT_SLOT_MB, RingSize, available_bytes, ring_size, slots_needed
 from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
@@ -95,6 +96,8 @@ class ADFEDataLoader(Generic[Batch]):
         slot_mb: MiB per slot where a batch's size is not known beforehand; 8 x slot_mb is the ring's budget.
         threads_per_worker: Threads of each worker process; None shares the cores out among the workers.
         cache: Directory or `CacheConfig` of the frame cache; None decodes always.
+        readahead: How bytes of video files are asked for ahead: "advise", "populate" or "off", see
+            `prefetch`.
         multiprocessing_context: "fork", "spawn" or "forkserver"; None forks unless CUDA is up.
         timeout: Seconds after which a worker's job counts as hung and is done again by a new worker.
 
@@ -126,6 +129,7 @@ class ADFEDataLoader(Generic[Batch]):
         slot_mb: int = DEFAULT_SLOT_MB,
         threads_per_worker: int | None = None,
         cache: str | os.PathLike[str] | CacheConfig | None = None,
+        readahead: Mode = "advise",
         multiprocessing_context: str | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -136,6 +140,9 @@ class ADFEDataLoader(Generic[Batch]):
             _check_range("slots", slots, 2, 4096)
         if on_error not in ("raise", "skip"):
             msg = f"on_error is {on_error!r}, allowed are 'raise' and 'skip'"
+            raise ValueError(msg)
+        if readahead not in MODES:
+            msg = f"readahead is {readahead!r}, allowed are {MODES}"
             raise ValueError(msg)
         if not timeout > 0:
             msg = f"timeout is {timeout}, allowed is a number of seconds above 0"
@@ -161,6 +168,7 @@ class ADFEDataLoader(Generic[Batch]):
         self._slot_mb = slot_mb
         self._timeout = timeout
         self._threads = threads_per_worker
+        self._readahead: Mode = readahead
         self._cache = _cache_config(cache, dataset)
         self._method, self._method_reason = choose_method(multiprocessing_context)
         kind: Shuffle = shuffle if isinstance(shuffle, str) else ("full" if shuffle else "none")
@@ -361,6 +369,7 @@ class ADFEDataLoader(Generic[Batch]):
             skip_errors=self.on_error == "skip",
             threads=self._threads or _threads_per_worker(self.num_workers, video=self._video),
             cache=self._cache,
+            readahead=self._readahead,
         )
         if self.num_workers == 0:
             inline = InlinePipeline(spec)

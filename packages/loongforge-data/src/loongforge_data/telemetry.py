@@ -17,6 +17,7 @@ NAMES = (
     "cache_hits",
     "cache_misses",
     "bytes",
+    "readahead_bytes",
 )
 COUNTERS: Mapping[str, int] = {name: number for number, name in enumerate(NAMES)}
 """Number of each worker counter."""
@@ -87,6 +88,7 @@ def flat_stats(
         "worker_idle_ms": idle / 1e6,
         "worker_jobs": workers.get("jobs", 0),
         "table_bytes": workers.get("bytes", 0),
+        "readahead_bytes": workers.get("readahead_bytes", 0),
         "cache_hits": hits,
         "cache_misses": misses,
         "cache_hit_rate": ratio(hits, hits + misses),

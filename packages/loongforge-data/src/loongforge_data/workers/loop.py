@@ -28,6 +28,7 @@ from loongforge_data.planning import (
     VideoDataset,
     batch_layout,
 )
+from loongforge_data.prefetch import Mode, ReadAhead
 from loongforge_data.telemetry import COUNTERS
 from loongforge_data.transport import align, pack, unpack
 from loongforge_data.workers.jobs import (
@@ -61,6 +62,8 @@ class WorkerSpec:
     """Seed of the loader, for the random streams of samples."""
     skip_errors: bool
     """True: leave bad samples out and report them; False: report the first."""
+    readahead: Mode = "off"
+    """How bytes are asked for ahead of decoding; done by worker 0."""
     threads: int = 1
     """Threads of this process that do jobs."""
     cache: CacheConfig | None = None
@@ -71,6 +74,18 @@ class WorkerSpec:
         return batch_layout(self.images, samples)
 
 
+class Counter:
+    """Adds to the counters of one worker."""
+
+    def __init__(self, ring: Ring, number: int) -> None:
+        self._ring = ring
+        self._number = number
+
+    def __call__(self, name: str, amount: int) -> None:
+        """Add an amount to a counter."""
+        self._ring.count(self._number, COUNTERS[name], max(0, amount))
+
+
 class Worker:
     """One thread's view of a worker process."""
 
@@ -79,6 +94,7 @@ class Worker:
         self._number = number
         self._spec = spec
         self._alive = alive
+        self._count = Counter(ring, number)
         self._views: dict[int, memoryview] = {}
         self._reader: FrameReader | None = None
 
@@ -132,9 +148,6 @@ class Worker:
     def stored(self, slot: int, sequence: int, item: int) -> None:
         """Mark an item as stored."""
         self._ring.mark(slot, sequence, item, STORED)
-
-    def _count(self, name: str, amount: int) -> None:
-        self._ring.count(self._number, COUNTERS[name], max(0, amount))
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -210,6 +223,8 @@ def run_threads(ring: Ring, number: int, spec: WorkerSpec, alive: Callable[[], b
     ]
     for thread in threads:
         thread.start()
+    if number == 0 and spec.readahead != "off" and isinstance(spec.dataset, VideoDataset):
+        ReadAhead(ring, spec.readahead, Counter(ring, number)).start()
     Worker(ring, number, spec, alive).run()
     for thread in threads:
         thread.join(POLL_SECONDS * 4)
