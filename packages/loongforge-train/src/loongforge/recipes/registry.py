@@ -91,6 +91,13 @@ def _build(name: str, family: str, layers: list[Mapping[str, object]]) -> Recipe
         for layer in layers:
             options = GrootRecipe(short, options).options(_table(layer, "options", name))
         recipe = GrootRecipe(short, options, description=description, training=training)
+    elif family == "multimodal":
+        from loongforge.recipes.multimodal.recipe import MultimodalOptions, MultimodalRecipe
+
+        chosen = MultimodalOptions()
+        for layer in layers:
+            chosen = MultimodalRecipe(short, chosen).options(_table(layer, "options", name))
+        recipe = MultimodalRecipe(short, chosen, description=description, training=training)
     else:
         msg = f"recipe '{name}' names no known family, got '{family}'; allowed are gr00t_n1_6, multimodal"
         raise ConfigError(msg)

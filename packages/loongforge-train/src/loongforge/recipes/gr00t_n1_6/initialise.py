@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ _RESIDUAL_ENDS = (
     "fc2.weight",
     "to_out.0.weight",
     "ff.net.2.weight",
+    "leave.weight",
+    "attention.out.weight",
 )
 
 
@@ -56,16 +58,25 @@ def materialise(
 
 
 def random_fill(seed: int, config: GrootConfig) -> Callable[[str, Tensor], None]:
+    """Return the filler of a GR00T model; see :func:`named_fill`."""
+    depth = {
+        "vision_model": config.vision.layers,
+        "language_model": config.language.layers,
+        "transformer_blocks": config.dit.layers,
+    }
+    return named_fill(seed, depth)
+
+
+def named_fill(seed: int, depth: Mapping[str, int]) -> Callable[[str, Tensor], None]:
     """Return a filler: matrices N(0, 1/fan_in), residual ends damped by depth, norms 1, biases 0.
 
     The numbers of a tensor depend on ``seed`` and its name (and on the kind of device), not on the order of
     filling, so every rank builds the same model and the global generators stay as they are.
+
+    Args:
+        seed: Seed of the model.
+        depth: Number of layers by a part of the parameter names.
     """
-    damping = {
-        "vision_model": (2 * config.vision.layers) ** -0.5,
-        "language_model": (2 * config.language.layers) ** -0.5,
-        "transformer_blocks": (2 * config.dit.layers) ** -0.5,
-    }
 
     @torch.no_grad()
     def fill(name: str, value: Tensor) -> None:
@@ -77,13 +88,10 @@ def random_fill(seed: int, config: GrootConfig) -> Callable[[str, Tensor], None]
             is_norm = kind == "weight"
             value.fill_(1.0 if is_norm else 0.0)
             return
-        std = (
-            0.02
-            if _is_embedding(name)
-            else 1.0 / math.sqrt(value.shape[-2] if kind == "W" else value.shape[-1])
-        )
+        inputs = value.shape[-2] if kind == "W" else value[0].numel()
+        std = 0.02 if _is_embedding(name) else 1.0 / math.sqrt(inputs)
         if name.endswith(_RESIDUAL_ENDS):
-            std *= next((factor for part, factor in damping.items() if part in name), 1.0)
+            std *= next(((2 * layers) ** -0.5 for part, layers in depth.items() if part in name), 1.0)
         generator = torch.Generator(device=value.device)
         generator.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
         value.normal_(0.0, std, generator=generator)

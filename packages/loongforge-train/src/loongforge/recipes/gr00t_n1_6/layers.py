@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,11 +30,21 @@ def plain_layer_norm(x: Tensor, eps: float) -> Tensor:
     return torch.native_layer_norm(x, (x.shape[-1],), None, None, eps)[0]
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the 16-bit type autocast uses on ``device`` now, or None while it is off."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which autocast is off on ``device``."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def at_dtype_of(x: Tensor, weight: Tensor) -> Tensor:
     """Cast ``x`` to the dtype of ``weight`` unless autocast will do so at each matrix product."""
-    if torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(weight.dtype)
+    return x.to(weight.dtype) if autocast_dtype(x.device) is None else x
 
 
 def is_low_precision(weight: Tensor) -> bool:

@@ -16,7 +16,12 @@ from loongforge.recipes.gr00t_n1_6.dit import CrossMemory, key_bias
 from loongforge.recipes.gr00t_n1_6.draws import Generators, draw_flow
 from loongforge.recipes.gr00t_n1_6.heads import ActionHead, Slot
 from loongforge.recipes.gr00t_n1_6.language import LanguageModel
-from loongforge.recipes.gr00t_n1_6.layers import at_dtype_of, is_low_precision
+from loongforge.recipes.gr00t_n1_6.layers import (
+    at_dtype_of,
+    autocast_dtype,
+    is_low_precision,
+    without_autocast,
+)
 from loongforge.recipes.gr00t_n1_6.layout import canonical_batch
 from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions, plan_decoded, prepare_images
 from loongforge.recipes.gr00t_n1_6.vision import VisionModel
@@ -138,9 +143,7 @@ class Backbone(nn.Module):
         """No autograd below the first trainable layer; no autocast where the weights are 16-bit already."""
         if not frozen:
             return nullcontext()
-        quiet = (
-            torch.autocast(weight.device.type, enabled=False) if is_low_precision(weight) else nullcontext()
-        )
+        quiet = without_autocast(weight.device) if is_low_precision(weight) else nullcontext()
         if not self.config.work.frozen_without_autograd:
             return quiet
         return _Both(torch.no_grad(), quiet)
@@ -230,8 +233,9 @@ class GrootModel(nn.Module):
         features = self.backbone(batch)
         vlln = self.action_head.vlln
         features = vlln(at_dtype_of(features, vlln.weight))
-        if torch.is_autocast_enabled(features.device.type):
-            features = features.to(torch.get_autocast_dtype(features.device.type))
+        narrow = autocast_dtype(features.device)
+        if narrow is not None:
+            features = features.to(narrow)
         features = at_dtype_of(features, self.action_head.model.proj_out_1.weight)
         if not self.work.split_cross_attention:
             valid = tensor(batch, "attention_mask").bool()
