@@ -1,8 +1,9 @@
-"""A model with the shape of GR00T N1.6: same layers, widths and token counts, random weights, no data pipeline.
+"""A model with the shape of GR00T N1.6: same layers, widths and token counts, random weights, no data
+pipeline.
 
-Frozen SigLIP2-like vision tower (27 x 1152), connector, 16-layer Qwen3-like language model (2048, top layers train) and
-a 32-layer diffusion transformer (1536) that alternates cross- and self-attention. Used where a benchmark needs the
-memory and launch pattern of the real model but neither its weights nor its recipe.
+Frozen SigLIP2-like vision tower (27 x 1152), connector, 16-layer Qwen3-like language model (2048, top layers
+train) and a 32-layer diffusion transformer (1536) that alternates cross- and self-attention. Used where a
+benchmark needs the memory and launch pattern of the real model but neither its weights nor its recipe.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class VisionBlock(nn.Module):
 
 
 class Vision(nn.Module):
-    """Images (B, 3, H, W) with H and W multiples of twice the patch -> tokens (B, H*W / (4 patch^2), llm width)."""
+    """Images (B, 3, H, W) with H and W multiples of twice the patch -> tokens (B, H*W / (4 patch^2), llm
+    width).
+    """
 
     def __init__(self, s: Shape) -> None:
         super().__init__()

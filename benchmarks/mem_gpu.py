@@ -1,10 +1,10 @@
 """Memory on a GPU: our allocator against torch's two, in the eager step of a GR00T-N1.6-shaped model.
 
-Every column is a process of its own, because torch takes an allocator once per process. Columns: ``native`` (torch's
-caching allocator), ``expandable`` (expandable_segments), ``ours_runfit`` (global mode without a plan), ``ours_plan``
-(virtual memory) and ``ours_block`` (one driver block of the size that ``ours_plan`` needed). Sections: eager step 1x16
-and 4x4, random resolutions, captured graph beside eager work, record_stream stress with poisoned frees, out of memory,
-pinned host memory, allocation calls alone.
+Every column is a process of its own, because torch takes an allocator once per process. Columns: ``native``
+(torch's caching allocator), ``expandable`` (expandable_segments), ``ours_runfit`` (global mode without a
+plan), ``ours_plan`` (virtual memory) and ``ours_block`` (one driver block of the size that ``ours_plan``
+needed). Sections: eager step 1x16 and 4x4, random resolutions, captured graph beside eager work,
+record_stream stress with poisoned frees, out of memory, pinned host memory, allocation calls alone.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Runner:
         return out
 
 
-# ---- workers -------------------------------------------------------------------------------------------------------
+# ---- workers
 
 
 def _worker(job: dict[str, object]) -> None:
@@ -346,7 +346,7 @@ def _check_section(job: dict[str, object]) -> dict[str, object]:
     from loongforge_mem.selfcheck import CHECKS
 
     section = str(job["section"])
-    return CHECKS[section](str(job["column"]) in OURS, bool(job["quick"]))
+    return CHECKS[section](ours=str(job["column"]) in OURS, quick=bool(job["quick"]))
 
 
 def _calls_section(job: dict[str, object]) -> dict[str, object]:

@@ -195,8 +195,15 @@ def speed(d: Driver) -> dict:
         for address in live.values():
             d.free(address)
     s = d.stats()
-    return {k: s[k] for k in ("alloc.p50_ns", "alloc.p99_ns", "alloc.p999_ns", "alloc.within_10us", "free.p99_ns",
-                              "free.within_10us", "planned_hits", "alloc.calls", "device_allocs")}  # fmt: skip
+    keys = (
+        "alloc.p99_ns",
+        "alloc.within_10us",
+        "free.within_10us",
+        "planned_hits",
+        "alloc.calls",
+        "device_allocs",
+    )
+    return {k: s[k] for k in keys}
 
 
 def threads(d: Driver) -> dict:
@@ -230,6 +237,6 @@ def threads(d: Driver) -> dict:
 
 
 if __name__ == "__main__":
-    scenario = {"blocks": blocks, "vmm": vmm, "streams": streams, "graphs": graphs, "oom": oom, "speed": speed,
-                "threads": threads}[sys.argv[1]]  # fmt: skip
+    scenarios = (blocks, vmm, streams, graphs, oom, speed, threads)
+    scenario = {f.__name__: f for f in scenarios}[sys.argv[1]]
     sys.stdout.write(json.dumps(scenario(Driver(sys.argv[2], sys.argv[3]))) + "\n")

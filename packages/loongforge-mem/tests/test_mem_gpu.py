@@ -1,4 +1,4 @@
-"""Our allocator on a real GPU. Every check has a process of its own, because torch takes an allocator once."""
+"""Our allocator on a real GPU, every check in a process of its own (torch takes an allocator once)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [
 SCRIPT = """
 import json, sys
 from loongforge_mem import selfcheck
-print(json.dumps(selfcheck.CHECKS[sys.argv[1]](True, True)))
+print(json.dumps(selfcheck.CHECKS[sys.argv[1]](ours=True, quick=True)))
 """
 
 

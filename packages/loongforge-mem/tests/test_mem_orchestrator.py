@@ -77,15 +77,18 @@ def test_a_state_of_another_model_is_refused_by_name():
     first, *_ = _training("global")
     other = torch.nn.Linear(3, 3)
     wrong = MemoryOrchestrator(MemoryConfig(mode="global", backend="host")).attach(other)
-    with pytest.raises(ValueError, match="belongs to another model.*tensors: saved 4, now 2"):
+    with pytest.raises(ValueError, match=r"belongs to another model.*tensors: saved 4, now 2"):
         wrong.load_state_dict(first.state_dict())
 
 
 def test_a_step_inside_a_step_is_refused():
     orchestrator = MemoryOrchestrator(MemoryConfig(mode="global", backend="host"))
-    with orchestrator.step(), pytest.raises(RuntimeError, match="a step is open; end it first"):
-        with orchestrator.step():
-            pass
+    with (
+        orchestrator.step(),
+        pytest.raises(RuntimeError, match="a step is open; end it first"),
+        orchestrator.step(),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

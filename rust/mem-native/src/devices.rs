@@ -173,7 +173,7 @@ impl Device for CudaDevice {
             unsafe {
                 match backing {
                     Backing::Block => {
-                        check("cuMemAlloc", (d.mem_alloc)(&raw mut at, bytes as usize))?
+                        check("cuMemAlloc", (d.mem_alloc)(&raw mut at, bytes as usize))?;
                     }
                     Backing::Virtual => check(
                         "cuMemAddressReserve",

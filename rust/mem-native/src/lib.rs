@@ -32,5 +32,7 @@ mod _core {
     #[pymodule_export]
     use super::py_heap::PyHeap;
     #[pymodule_export]
-    use super::py_sim::{make_plan, merge_items, policies, simulate, trace_items, verify_plan};
+    use super::py_sim::{
+        make_plan, merge_items, policies, simulate, time_steps, trace_items, verify_plan,
+    };
 }

@@ -116,7 +116,7 @@ impl PyHeap {
 impl PyHeap {
     #[new]
     #[pyo3(signature = (source_name="host", *, initial_bytes=0, grow_bytes=256 << 20, limit_bytes=None,
-                        slab_max=loongforge_pool::SLAB_MAX, budget_bytes=None, contiguous=false, device=0))]
+                        slab_max=loongforge_pool::SLAB_MAX, budget_bytes=None, contiguous=false, commits=false, device=0))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         source_name: &str,
@@ -126,14 +126,18 @@ impl PyHeap {
         slab_max: u64,
         budget_bytes: Option<u64>,
         contiguous: bool,
+        commits: bool,
         device: i32,
     ) -> PyResult<Self> {
         let config = heap_config(initial_bytes, grow_bytes, limit_bytes, slab_max);
         let heap = if source_name == "fake" {
-            Heap::new(
-                Box::new(FakeDevice::new(budget_bytes.unwrap_or(1 << 40), contiguous)),
-                config,
-            )
+            let budget = budget_bytes.unwrap_or(1 << 40);
+            let fake = if commits {
+                FakeDevice::committing(budget)
+            } else {
+                FakeDevice::new(budget, contiguous)
+            };
+            Heap::new(Box::new(fake), config)
         } else {
             make(
                 GlobalConfig {

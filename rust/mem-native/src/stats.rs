@@ -61,6 +61,7 @@ pub fn heap_stats<'py>(py: Python<'py>, heap: &Heap) -> PyResult<Bound<'py, PyDi
         ("streams", s.streams),
         ("plan_bytes", s.plan_bytes),
         ("planned_hits", s.replay.hits),
+        ("resyncs", s.replay.resyncs),
         ("device_allocs", c.device_allocs),
         ("device_frees", c.device_frees),
         ("device_commits", c.commits),
@@ -109,6 +110,7 @@ pub fn step_report<'py>(py: Python<'py>, report: &StepReport) -> PyResult<Bound<
     out.set_item("planned", report.planned)?;
     out.set_item("plan_bytes", report.plan_bytes)?;
     out.set_item("device_calls", report.device_calls)?;
+    out.set_item("resyncs", report.resyncs)?;
     let misses = PyDict::new(py);
     for (name, value) in MISS_NAMES.iter().zip(report.misses) {
         misses.set_item(name, value)?;

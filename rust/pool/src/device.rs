@@ -72,6 +72,7 @@ pub struct FakeDevice {
     /// Calls made, by name.
     pub calls: HashMap<&'static str, u64>,
     contiguous: bool,
+    commits: bool,
 }
 
 impl FakeDevice {
@@ -82,6 +83,14 @@ impl FakeDevice {
             next_base: 1 << 32,
             contiguous,
             ..Self::default()
+        }
+    }
+
+    /// As [`FakeDevice::new`], but memory is committed in pieces of 32 MiB as virtual memory is; addresses are free.
+    pub fn committing(budget: u64) -> Self {
+        Self {
+            commits: true,
+            ..Self::new(budget, false)
         }
     }
 
@@ -134,6 +143,11 @@ impl FakeDevice {
 impl Device for FakeDevice {
     fn reserve(&mut self, bytes: u64) -> Result<u64> {
         self.count("reserve");
+        if self.commits {
+            let base = self.next_base;
+            self.next_base += bytes;
+            return Ok(base);
+        }
         if self.used + bytes > self.budget {
             return Err(PoolError::Device {
                 call: "reserve",
@@ -152,6 +166,31 @@ impl Device for FakeDevice {
         if self.reservations.remove(&base).is_some() {
             self.used -= bytes;
         }
+    }
+
+    fn commits(&self) -> bool {
+        self.commits
+    }
+
+    fn commit_bytes(&self) -> u64 {
+        if self.commits { 32 << 20 } else { crate::SPAN }
+    }
+
+    fn commit(&mut self, _address: u64, bytes: u64) -> Result<()> {
+        self.count("commit");
+        if self.used + bytes > self.budget {
+            return Err(PoolError::Device {
+                call: "commit",
+                code: 2,
+            });
+        }
+        self.used += bytes;
+        Ok(())
+    }
+
+    fn decommit(&mut self, _address: u64, bytes: u64) {
+        self.count("decommit");
+        self.used -= bytes;
     }
 
     fn record(&mut self, stream: StreamId) -> Result<EventId> {
@@ -255,6 +294,22 @@ impl Device for SharedDevice {
 
     fn release(&mut self, base: u64, bytes: u64) {
         self.get().release(base, bytes);
+    }
+
+    fn commits(&self) -> bool {
+        self.get().commits()
+    }
+
+    fn commit_bytes(&self) -> u64 {
+        self.get().commit_bytes()
+    }
+
+    fn commit(&mut self, address: u64, bytes: u64) -> Result<()> {
+        self.get().commit(address, bytes)
+    }
+
+    fn decommit(&mut self, address: u64, bytes: u64) {
+        self.get().decommit(address, bytes);
     }
 
     fn record(&mut self, stream: StreamId) -> Result<EventId> {

@@ -22,14 +22,14 @@ pub enum Miss {
     Larger = 2,
     /// The slot still holds a live block.
     Busy = 3,
-    /// Another stream than the profiled one.
-    Stream = 4,
+    /// A request that the plan does not know between two that it knows.
+    Extra = 4,
 }
 
 /// Number of [`Miss`] reasons.
 pub const MISSES: usize = 5;
 /// Names of the reasons, in order.
-pub const MISS_NAMES: [&str; MISSES] = ["beyond_end", "unplanned", "larger", "busy", "stream"];
+pub const MISS_NAMES: [&str; MISSES] = ["beyond_end", "unplanned", "larger", "busy", "extra"];
 
 /// Counters of a replay.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -38,7 +38,15 @@ pub struct ReplayCounters {
     pub hits: u64,
     /// Misses by reason.
     pub misses: [u64; MISSES],
+    /// Times the index was moved to where the request was found in the plan.
+    pub resyncs: u64,
 }
+
+/// How far ahead and behind a request is looked for when it is not the one the plan expects.
+const LOOK_AHEAD: usize = 16;
+const LOOK_BEHIND: usize = 4;
+/// Unexpected requests in a row after which a step counts as one of other shapes.
+const MOST_ODD: u32 = 4;
 
 /// A plan in use.
 #[derive(Debug, Clone)]
@@ -50,6 +58,8 @@ pub struct Replay {
     live: Vec<bool>,
     live_count: u32,
     next: u32,
+    /// Unexpected sizes in a row.
+    odd: u32,
     /// Live slots by offset, kept only after a block was not served from its slot.
     exact: Option<BTreeMap<u64, (u64, u32)>>,
     /// Counters since the plan was made.
@@ -69,6 +79,7 @@ impl Replay {
             live: vec![false; count],
             live_count: 0,
             next: 0,
+            odd: 0,
             exact: None,
             counters: ReplayCounters::default(),
         })
@@ -95,15 +106,19 @@ impl Replay {
     /// Start a step at index 0. Blocks that survived the last step keep their slots and are guarded exactly.
     pub fn begin(&mut self) {
         self.next = 0;
+        self.odd = 0;
         self.exact = None;
         if self.live_count > 0 {
             self.enter_exact();
         }
     }
 
-    /// Serve the next allocation: its index and byte offset, or why not. `same_stream` is whether it comes from the
-    /// profiled stream.
+    /// Serve the next allocation: its index and byte offset, or why not.
     pub fn take(&mut self, size: u64) -> std::result::Result<(u32, u64), Miss> {
+        match self.plan.items.get(self.next as usize) {
+            Some(item) if item.size != size => self.find(size, item.size)?,
+            _ => self.odd = 0,
+        }
         let index = self.next;
         self.next += 1;
         let outcome = self.check(index, size);
@@ -149,6 +164,37 @@ impl Replay {
                 map.remove(&self.plan.offsets[index as usize]);
             }
         }
+    }
+
+    /// The plan expects another size. Look for the request a little further on (the program left something out) or
+    /// behind (it did something extra); when it is nowhere, a smaller one is served at this index (smaller shapes) and
+    /// a larger one is an extra, until several in a row say that the shapes have grown.
+    fn find(&mut self, size: u64, expected: u64) -> std::result::Result<(), Miss> {
+        if self.odd < MOST_ODD {
+            if let Some(index) = self.look_around(size) {
+                self.counters.resyncs += 1;
+                self.odd = 0;
+                self.seek(index);
+                return Ok(());
+            }
+            self.odd += 1;
+            if size > expected && self.odd < MOST_ODD {
+                self.counters.misses[Miss::Extra as usize] += 1;
+                return Err(Miss::Extra);
+            }
+        }
+        Ok(())
+    }
+
+    fn look_around(&self, size: u64) -> Option<u32> {
+        let here = self.next as usize;
+        let items = &self.plan.items;
+        let ahead = here + 1..items.len().min(here + 1 + LOOK_AHEAD);
+        let behind = here.saturating_sub(LOOK_BEHIND)..here;
+        ahead
+            .chain(behind.rev())
+            .find(|&i| items[i].size == size)
+            .map(|i| i as u32)
     }
 
     fn check(&self, index: u32, size: u64) -> std::result::Result<u64, Miss> {
@@ -261,7 +307,47 @@ mod tests {
         replay.take(8192).unwrap();
         assert_eq!(replay.take(4096), Err(Miss::Busy), "item 0 was not freed");
         replay.give(a);
-        assert_eq!(replay.take(9999), Err(Miss::Larger));
+        for _ in 0..3 {
+            assert_eq!(replay.take(9999), Err(Miss::Extra));
+        }
+        assert_eq!(
+            replay.take(9999),
+            Err(Miss::Larger),
+            "four in a row: the shapes have grown"
+        );
         assert_eq!(replay.take(1), Err(Miss::BeyondEnd));
+    }
+
+    #[test]
+    fn a_left_out_and_an_extra_allocation_cost_no_more_than_themselves() {
+        let sizes: Vec<u64> = (1..=20).map(|n| n * 1024).collect();
+        let items: Vec<Item> = sizes.iter().map(|&size| Item { size, end: 20 }).collect();
+        let mut replay = Replay::new(plan(&items).unwrap()).unwrap();
+        let mut run = |requests: &[u64]| {
+            replay.begin();
+            let before = replay.counters.hits;
+            let slots: Vec<u32> = requests
+                .iter()
+                .filter_map(|&s| replay.take(s).ok().map(|h| h.0))
+                .collect();
+            for &slot in &slots {
+                replay.give(slot);
+            }
+            replay.counters.hits - before
+        };
+        let without: Vec<u64> = sizes.iter().copied().filter(|&s| s != 5 * 1024).collect();
+        assert_eq!(run(&without), 19);
+        let mut larger = sizes.clone();
+        larger.insert(7, 999_999);
+        assert_eq!(run(&larger), 20, "the extra one is served elsewhere");
+        let mut smaller = sizes.clone();
+        smaller.insert(7, 100);
+        assert_eq!(
+            run(&smaller),
+            20,
+            "the extra one took a slot, so one other is served elsewhere"
+        );
+        let half: Vec<u64> = sizes.iter().map(|s| s / 2 + 7).collect();
+        assert_eq!(run(&half), 20, "smaller shapes use the same slots");
     }
 }

@@ -5,7 +5,9 @@ use std::time::Instant;
 use crate::arena::{Placement, RunFit};
 use crate::buddy::PureBuddy;
 use crate::caching::{CachingSim, ExpandableSim};
+use crate::device::FakeDevice;
 use crate::error::Result;
+use crate::heap::{Heap, HeapConfig, Label};
 use crate::planner;
 use crate::replay::Replay;
 use crate::stats::{Histogram, Waste, waste};
@@ -193,4 +195,100 @@ fn internal_of_plan(items: &[Item]) -> f64 {
         })
         .collect();
     waste(peak_live(items), peak_live(&rounded))
+}
+
+/// Time of the whole heap path (labels, live table, guards) on a trace run as steps.
+#[derive(Debug, Clone, Default)]
+pub struct HeapTimes {
+    /// Every allocation.
+    pub alloc: Histogram,
+    /// Every allocation together with its free.
+    pub pair: Histogram,
+    /// Planned hits of the last step.
+    pub hits: u64,
+    /// Allocations of a step.
+    pub allocs: u64,
+}
+
+/// Run `events` as `steps` timed steps of a heap after two untimed ones (profile, first replay). `alloc` and `free` are
+/// the calls under test; `begin` and `end` mark the step and `end` returns the planned hits.
+pub fn time_steps(events: &[Event], steps: u32, calls: &mut dyn StepCalls) -> Result<HeapTimes> {
+    let items = items(events)?;
+    let frees = schedule(&items);
+    let mut out = HeapTimes {
+        allocs: items.len() as u64,
+        ..HeapTimes::default()
+    };
+    for step in 0..steps + 2 {
+        let mut addresses = vec![0_u64; items.len()];
+        let mut took = vec![0_u64; items.len()];
+        calls.begin()?;
+        for index in 0..=items.len() {
+            for &gone in &frees[index] {
+                let start = Instant::now();
+                calls.free(addresses[gone as usize]);
+                let ns = start.elapsed().as_nanos() as u64;
+                if step >= 2 {
+                    out.pair.add(took[gone as usize] + ns);
+                }
+            }
+            let Some(item) = items.get(index) else {
+                continue;
+            };
+            let start = Instant::now();
+            addresses[index] = calls.alloc(item.size)?;
+            took[index] = start.elapsed().as_nanos() as u64;
+            if step >= 2 {
+                out.alloc.add(took[index]);
+            }
+        }
+        out.hits = calls.end()?;
+        for (item, &address) in items.iter().zip(&addresses) {
+            if item.stays() {
+                calls.free(address);
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// The calls that [`time_steps`] times.
+pub trait StepCalls {
+    /// Open a step.
+    fn begin(&mut self) -> Result<()>;
+    /// Allocate; returns the address.
+    fn alloc(&mut self, size: u64) -> Result<u64>;
+    /// Free.
+    fn free(&mut self, address: u64);
+    /// Close the step; returns its planned hits.
+    fn end(&mut self) -> Result<u64>;
+}
+
+impl StepCalls for Heap {
+    fn begin(&mut self) -> Result<()> {
+        self.begin_step(0).map(|_| ())
+    }
+
+    fn alloc(&mut self, size: u64) -> Result<u64> {
+        Heap::alloc(self, size, 0, Label::Ephemeral)
+    }
+
+    fn free(&mut self, address: u64) {
+        let _ = Heap::free(self, address);
+    }
+
+    fn end(&mut self) -> Result<u64> {
+        self.end_step().map(|report| report.hits)
+    }
+}
+
+/// [`time_steps`] over a heap on a device without memory, so that only our own work is timed.
+pub fn time_heap(events: &[Event], steps: u32, planned: bool) -> Result<HeapTimes> {
+    let config = HeapConfig {
+        initial_bytes: 1 << 38,
+        max_plans: if planned { 64 } else { 0 },
+        ..HeapConfig::default()
+    };
+    let mut heap = Heap::new(Box::new(FakeDevice::new(1 << 40, false)), config);
+    time_steps(events, steps, &mut heap)
 }

@@ -6,8 +6,10 @@ Nothing here runs at import; torch is needed from the first call on.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +62,7 @@ def install_global_allocator(
 
     Args:
         pool_gb: GiB reserved in one driver block at the first allocation; None grows on demand.
-        backend: ``"cuda"`` (driver blocks: IPC and NCCL registration work) or ``"vmm"`` (committed by 32 MiB chunk).
+        backend: ``"cuda"`` (driver blocks: IPC and NCCL registration work) or ``"vmm"`` (in chunks).
         grow_mb: smallest growth in MiB; 0 never grows.
         limit_gb: most GiB ever taken; None is no limit.
         timing: time each call (about 50 ns).
@@ -68,8 +70,8 @@ def install_global_allocator(
     Raises:
         RuntimeError: torch has no CUDA, CUDA was used already, or another allocator is installed.
         OSError: the CUDA driver cannot be opened.
-        ValueError: a value out of range, or ``torch.backends.cudnn.benchmark`` is on (torch cannot serve it with any
-            replaced allocator).
+        ValueError: a value out of range, or ``torch.backends.cudnn.benchmark`` is on (torch cannot serve it
+            with any replaced allocator).
     """
     global _installed
     import torch
@@ -89,16 +91,16 @@ def install_global_allocator(
         msg = "the LoongForge allocator is installed already; torch allows one change per process"
         raise RuntimeError(msg)
     require_hooks(torch)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         msg = (
-            "CUDA is initialised already, so torch keeps its allocator; call install_global_allocator() first "
-            "thing in the program, before any tensor or model goes to the GPU"
+            "CUDA is initialised already, so torch keeps its allocator; call install_global_allocator() "
+            "first thing in the program, before any tensor or model goes to the GPU"
         )
         raise RuntimeError(msg)
     if torch.backends.cudnn.benchmark:
         msg = (
-            "torch.backends.cudnn.benchmark is True, which asks the allocator for a cache report that torch cannot "
-            "give for any replaced allocator; set it to False"
+            "torch.backends.cudnn.benchmark is True, which asks the allocator for a cache report that torch "
+            "cannot give for any replaced allocator; set it to False"
         )
         raise ValueError(msg)
     warn_about_alloc_conf("the global allocator")
@@ -111,9 +113,9 @@ def install_global_allocator(
     raises_oom = connect_errors(torch)
     _core.set_timing(timing)
     table = _core.c_abi()
-    custom = torch._C._cuda_customAllocator(table["alloc"], table["free"])
+    custom = _hooks().custom(table["alloc"], table["free"])
     connected, missing = connect_hooks(custom, table)
-    torch._C._cuda_changeCurrentAllocator(custom)
+    _hooks().change(custom)
     _installed = Installed(hooks=connected, missing_hooks=missing, raises_oom=raises_oom, backend=backend)
     from loongforge_mem.torch_stats import answer_torch_statistics
 
@@ -125,8 +127,23 @@ def require_hooks(torch: object) -> None:
     """Raise RuntimeError when this torch cannot take an allocator."""
     if not hasattr(getattr(torch, "_C", None), "_cuda_customAllocator"):
         version = getattr(torch, "__version__", "?")
-        msg = f"torch {version} is built without CUDA, so it has no allocator to replace; use mode 'advisor' or 'off'"
+        msg = f"torch {version} has no CUDA, so no allocator to replace; use mode 'advisor' or 'off'"
         raise RuntimeError(msg)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hooks:
+    custom: Callable[[int, int], object]
+    change: Callable[[object], None]
+
+
+def _hooks() -> _Hooks:
+    """Return torch's two entry points; their Python wrappers take a library path, not addresses."""
+    native = importlib.import_module("torch._C")
+    return _Hooks(
+        custom=getattr(native, "_cuda_customAllocator"),  # noqa: B009
+        change=getattr(native, "_cuda_changeCurrentAllocator"),  # noqa: B009
+    )
 
 
 def connect_hooks(custom: object, table: dict[str, int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -167,8 +184,8 @@ def warn_about_alloc_conf(what: str) -> None:
         ignored = [x for x in value.split(",") if x.strip().lower().startswith(("expandable", "backend"))]
         if ignored:
             warnings.warn(
-                f"{variable} sets {', '.join(ignored)}, which has no effect with {what}; unset it, or use mode "
-                "'advisor' to keep torch's own allocator",
+                f"{variable} sets {', '.join(ignored)}, which has no effect with {what}; unset it, or use "
+                "mode 'advisor' to keep torch's own allocator",
                 UserWarning,
                 stacklevel=3,
             )
@@ -198,5 +215,5 @@ def pool_allocator(config: MemoryConfig) -> object:
         )
         _core.set_timing(config.timing)
         table = _core.c_abi()
-        _pool_allocator = torch._C._cuda_customAllocator(table["pool_alloc"], table["free"])
+        _pool_allocator = _hooks().custom(table["pool_alloc"], table["free"])
     return _pool_allocator

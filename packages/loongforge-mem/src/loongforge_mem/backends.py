@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from loongforge_mem import _core
 from loongforge_mem.config import MemoryConfig
@@ -11,101 +14,68 @@ from loongforge_mem.planning import PlanParts
 StateParts = tuple[PlanParts | None, list[tuple[int, int]], list[tuple[int, int, int]], int]
 
 
-class Backend(Protocol):
-    """What the orchestrator asks of a heap."""
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What the orchestrator asks of a heap.
+
+    Attributes:
+        name: ``"host"``, ``"cuda"`` or ``"vmm"``.
+        device: CUDA device index, or None on the host.
+        heap: the heap itself where it belongs to the orchestrator alone.
+        begin_step: opens a step on a stream; returns where its blocks come from.
+        phase: names the phase of the open step.
+        end_step: closes the step; returns its report.
+        stats: the figures, or None before the first allocation.
+        set_plan: uses a plan from the next step on.
+        state: position-independent state, or None before the first allocation.
+        trim: gives unused memory back; returns the bytes.
+    """
 
     name: str
-
-    def begin_step(self, stream: int) -> str:
-        """Open a step; return where its blocks come from."""
-
-    def phase(self, name: str) -> None:
-        """Name the phase of the open step."""
-
-    def end_step(self) -> dict[str, Any]:
-        """Close the step; return its report."""
-
-    def stats(self) -> dict[str, Any] | None:
-        """Return the figures, or None before the first allocation."""
-
-    def reset(self, *, totals: bool = False) -> None:
-        """Start peaks (and totals) again."""
-
-    def set_plan(self, parts: PlanParts) -> None:
-        """Use a plan from the next step on."""
-
-    def state(self) -> StateParts | None:
-        """Return the position-independent state, or None before the first allocation."""
-
-    def trim(self) -> int:
-        """Give unused memory back; return the bytes."""
+    device: int | None
+    heap: _core.Heap | None
+    begin_step: Callable[[int], str]
+    phase: Callable[[str], None]
+    end_step: Callable[[], dict[str, Any]]
+    stats: Callable[[], dict[str, Any] | None]
+    set_plan: Callable[[PlanParts], None]
+    state: Callable[[], StateParts | None]
+    trim: Callable[[], int]
 
 
-class HostBackend:
-    """A heap over kernel memory. Addresses are real host memory."""
-
-    name = "host"
-
-    def __init__(self, config: MemoryConfig) -> None:
-        self.heap = _core.Heap(
-            "host",
-            initial_bytes=config.initial_bytes,
-            grow_bytes=config.grow_mb << 20,
-            limit_bytes=config.limit_bytes,
-        )
-
-    def begin_step(self, stream: int) -> str:
-        return self.heap.begin_step(stream)
-
-    def phase(self, name: str) -> None:
-        self.heap.phase(name)
-
-    def end_step(self) -> dict[str, Any]:
-        return self.heap.end_step()
-
-    def stats(self) -> dict[str, Any] | None:
-        return self.heap.stats()
-
-    def reset(self, *, totals: bool = False) -> None:
-        self.heap.reset(totals=totals)
-
-    def set_plan(self, parts: PlanParts) -> None:
-        self.heap.set_plan(parts)
-
-    def state(self) -> StateParts | None:
-        return self.heap.state()
-
-    def trim(self) -> int:
-        return self.heap.trim()
+def host_backend(config: MemoryConfig) -> Backend:
+    """Return a heap over kernel memory; its addresses are real host memory."""
+    heap = _core.Heap(
+        "host",
+        initial_bytes=config.initial_bytes,
+        grow_bytes=config.grow_mb << 20,
+        limit_bytes=config.limit_bytes,
+    )
+    return Backend(
+        name="host",
+        device=None,
+        heap=heap,
+        begin_step=heap.begin_step,
+        phase=heap.phase,
+        end_step=heap.end_step,
+        stats=heap.stats,
+        set_plan=heap.set_plan,
+        state=heap.state,
+        trim=heap.trim,
+    )
 
 
-class GlobalBackend:
-    """The process-wide heap of one CUDA device."""
-
-    def __init__(self, name: str, device: int) -> None:
-        self.name = name
-        self.device = device
-
-    def begin_step(self, stream: int) -> str:
-        return _core.global_begin_step(self.device, stream)
-
-    def phase(self, name: str) -> None:
-        _core.global_phase(self.device, name)
-
-    def end_step(self) -> dict[str, Any]:
-        return _core.global_end_step(self.device)
-
-    def stats(self) -> dict[str, Any] | None:
-        return _core.global_stats(self.device)
-
-    def reset(self, *, totals: bool = False) -> None:
-        _core.global_reset(self.device, totals=totals)
-
-    def set_plan(self, parts: PlanParts) -> None:
-        _core.global_set_plan(self.device, parts)
-
-    def state(self) -> StateParts | None:
-        return _core.global_state(self.device)
-
-    def trim(self) -> int:
-        return _core.global_trim(self.device)
+def global_backend(name: str, device: int) -> Backend:
+    """Return the process-wide heap of CUDA device ``device``."""
+    return Backend(
+        name=name,
+        device=device,
+        heap=None,
+        begin_step=functools.partial(_core.global_begin_step, device),
+        phase=functools.partial(_core.global_phase, device),
+        end_step=functools.partial(_core.global_end_step, device),
+        stats=functools.partial(_core.global_stats, device),
+        set_plan=functools.partial(_core.global_set_plan, device),
+        state=functools.partial(_core.global_state, device),
+        trim=functools.partial(_core.global_trim, device),
+    )

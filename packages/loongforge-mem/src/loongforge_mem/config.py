@@ -53,12 +53,13 @@ class MemoryConfig:
     Attributes:
         mode: ``"advisor"`` (default), ``"pool"``, ``"global"`` or ``"off"``; see :class:`Mode`.
         pool_gb: GiB reserved in one block at the start; ``None`` (default) grows on demand.
-        backend: where memory comes from. ``"auto"`` (default) is ``"cuda"`` where a GPU is usable and ``"host"``
-            elsewhere; ``"vmm"`` commits virtual memory chunk by chunk (no IPC, no NCCL registration).
+        backend: where memory comes from. ``"auto"`` (default) is ``"cuda"`` where a GPU is usable and
+            ``"host"`` elsewhere; ``"vmm"`` commits virtual memory chunk by chunk (no IPC, no NCCL
+            registration).
         grow_mb: smallest growth in MiB (default 256); 0 never grows beyond ``pool_gb``.
         limit_gb: most GiB ever taken from the device; ``None`` (default) is no limit of our own.
-        watch_steps: steps whose tensors are traced one by one in Python (default 1 in mode advisor). A traced step is
-            several times slower than a normal one; later steps cost nothing.
+        watch_steps: steps whose tensors are traced one by one in Python (default 1 in mode advisor). A traced
+            step is several times slower than a normal one; later steps cost nothing.
         plan: replay a profiled step (default True); False leaves run fit alone, for comparison.
         timing: time every allocation and free of our allocator (default True, about 50 ns a call).
     """

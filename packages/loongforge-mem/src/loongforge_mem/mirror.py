@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from loongforge_mem.backends import HostBackend
+from loongforge_mem import _core
 from loongforge_mem.planning import plan_trace
 from loongforge_mem.watch import StorageWatch
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class StepWatch(StorageWatch):
     """A :class:`StorageWatch` whose blocks also live in a host heap, at the same sizes and times."""
 
-    def __init__(self, backend: HostBackend | None) -> None:
-        self._heap = backend.heap if backend is not None else None
+    def __init__(self, heap: _core.Heap | None) -> None:
+        self._heap = heap
         self._addresses: dict[int, int] = {}
         super().__init__(on_alloc=self._place, on_free=self._release)
 
@@ -39,12 +39,15 @@ class StepWatch(StorageWatch):
 
 @contextlib.contextmanager
 def watch_step(
-    backend: HostBackend | None,
+    heap: _core.Heap | None,
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> Iterator[StepWatch]:
-    """Watch one step; what ``model`` and ``optimizer`` hold already is not counted."""
-    watch = StepWatch(backend)
+    """Watch one step, mirrored in ``heap`` when there is one.
+
+    What ``model`` and ``optimizer`` hold already is not counted.
+    """
+    watch = StepWatch(heap)
     for tensor in _held(model, optimizer):
         watch.know(tensor)
     with watch:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from loongforge_mem import _core
-from loongforge_mem.backends import Backend, GlobalBackend, HostBackend
+from loongforge_mem.backends import Backend, global_backend, host_backend
 from loongforge_mem.config import GIB, Label, MemoryConfig, Mode
 from loongforge_mem.state import fingerprint, load_state, make_state
 from loongforge_mem.statistics import Stats, empty_stats, register, unregister
@@ -29,10 +29,10 @@ class MemoryOrchestrator:
                 loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
         print(orchestrator.stats())
 
-    Mode ``advisor`` traces the first ``watch_steps`` steps and plans from them; ``global`` records the first step of
-    the real allocator and replays it from the second on; ``pool`` gives ``label("persistent")`` a memory pool; ``off``
-    does nothing. Where a mode cannot work (no GPU), ``stats()["reason"]`` says why; without a GPU, mode ``global``
-    runs on host memory and places what the watched steps allocate.
+    Mode ``advisor`` traces the first ``watch_steps`` steps and plans from them; ``global`` records the first
+    step of the real allocator and replays it from the second on; ``pool`` gives ``label("persistent")`` a
+    memory pool; ``off`` does nothing. Where a mode cannot work (no GPU), ``stats()["reason"]`` says why;
+    without a GPU, mode ``global`` runs on host memory and places what the watched steps allocate.
 
     Raises:
         ValueError: bad settings.
@@ -47,7 +47,7 @@ class MemoryOrchestrator:
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
         self._backend: Backend | None = None
-        self._mirror: HostBackend | None = None
+        self._mirror: _core.Heap | None = None
         self._pool: Any = None
         self._steps = 0
         self._report: dict[str, Any] = {}
@@ -132,7 +132,8 @@ class MemoryOrchestrator:
             _core.set_label(before)
 
     def stats(self) -> Stats:
-        """Return flat statistics; the keys of :func:`loongforge_mem.get_mla_stats` and those of the allocator.
+        """Return flat statistics; the keys of :func:`loongforge_mem.get_mla_stats` and those of the
+        allocator.
 
         Sizes end in ``_bytes`` or ``_gb`` (GiB), times in ``_ms`` or ``_ns``, fractions are in 0..1.
         """
@@ -176,7 +177,8 @@ class MemoryOrchestrator:
         """Take over the plan of a saved state.
 
         Raises:
-            ValueError: another format version, or the state belongs to another model; says which part differs.
+            ValueError: another format version, or the state belongs to another model; says which part
+                differs.
         """
         parts = load_state(state, fingerprint(self._model, self._optimizer))
         if parts is not None and self._backend is not None and self.config.plan:
@@ -202,8 +204,8 @@ class MemoryOrchestrator:
             self.config.backend == "auto" and usable is None
         )
         if not wants_gpu:
-            self._mirror = HostBackend(self.config)
-            self._backend = self._mirror
+            self._backend = host_backend(self.config)
+            self._mirror = self._backend.heap
             self._reason = None if self.config.backend == "host" else usable
             return
         if usable is not None:
@@ -217,7 +219,7 @@ class MemoryOrchestrator:
 
             from loongforge_mem.allocator import pool_allocator
 
-            self._pool = torch.cuda.MemPool(pool_allocator(self.config))
+            self._pool = torch.cuda.MemPool(pool_allocator(self.config))  # type: ignore[arg-type]
 
     def _take_global(self, backend: str) -> None:
         from loongforge_mem.allocator import install_global_allocator, installed
@@ -232,7 +234,7 @@ class MemoryOrchestrator:
             )
         import torch
 
-        self._backend = GlobalBackend(backend, torch.cuda.current_device())
+        self._backend = global_backend(backend, torch.cuda.current_device())
 
     def _raw(self) -> dict[str, Any] | None:
         if self._backend is not None:
@@ -244,7 +246,7 @@ class MemoryOrchestrator:
         return None
 
     def _stream(self) -> int:
-        if isinstance(self._backend, GlobalBackend):
+        if self._backend is not None and self._backend.device is not None:
             import torch
 
             return int(torch.cuda.current_stream(self._backend.device).cuda_stream)
@@ -259,7 +261,7 @@ class MemoryOrchestrator:
         if (mirrors and self.config.watch_steps == 0) or "torch" not in sys.modules:
             yield
             return
-        if isinstance(self._backend, GlobalBackend):
+        if self._backend is not None and self._backend.device is not None:
             yield
             return
         from loongforge_mem.mirror import watch_step
@@ -270,7 +272,7 @@ class MemoryOrchestrator:
         self._planned_bytes = watch.plan_bytes()
 
     def _relabel(self, model: torch.nn.Module) -> None:
-        if isinstance(self._backend, GlobalBackend):
+        if self._backend is not None and self._backend.device is not None:
             held = (*model.parameters(), *model.buffers())
             addresses = [t.untyped_storage().data_ptr() for t in held if t.is_cuda]
             _core.global_relabel(self._backend.device, addresses, Label.PERSISTENT)
@@ -301,7 +303,7 @@ def _usable_gpu() -> str | None:
         import torch
     except ImportError:
         return "torch is not installed"
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return f"torch {torch.__version__} is built without CUDA"
     if (error := _core.driver_error()) is not None:
         return error

@@ -1,7 +1,7 @@
 """Host memory of exact size for tensors that move between device and host.
 
-torch's pinned allocator rounds every request up to a power of two; this arena rounds to 4 KiB and is one mapping, page
-locked once.
+torch's pinned allocator rounds every request up to a power of two; this arena rounds to 4 KiB and is one
+mapping, page locked once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PinnedArena:
 
     Args:
         nbytes: capacity in bytes; :func:`arena_bytes` computes it for a list of tensors.
-        pin: page-lock the mapping with the CUDA driver (copies become asynchronous). ``None`` (default) pins when a
-            driver and an initialised CUDA are there.
+        pin: page-lock the mapping with the CUDA driver (copies become asynchronous). ``None`` (default) pins
+            when a driver and an initialised CUDA are there.
 
     Raises:
         ValueError: a capacity out of range.
@@ -98,4 +98,4 @@ def _release(arena: _core.HostArena, address: int) -> None:
 def _cuda_in_use() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and _core.driver_error() is None
+    return torch.cuda.is_available() and torch.cuda.is_initialized() and _core.driver_error() is None  # type: ignore[no-untyped-call]

@@ -49,11 +49,12 @@ class Plan:
 def plan_trace(*traces: Trace) -> Plan:
     """Plan one layout for one or several recordings of the same step.
 
-    With several recordings (other shapes, same order of allocations) the plan holds the largest size and the longest
-    life of every index, so it serves all of them.
+    With several recordings (other shapes, same order of allocations) the plan holds the largest size and the
+    longest life of every index, so it serves all of them.
 
     Raises:
-        ValueError: no trace, a trace that contradicts itself, or recordings with different numbers of allocations.
+        ValueError: no trace, a trace that contradicts itself, or recordings with different numbers of
+            allocations.
     """
     if not traces:
         msg = "plan_trace() got no trace; give at least one"

@@ -1,7 +1,8 @@
 """Checks of our allocator on a real GPU, each meant for a process of its own.
 
-``loongforge-mem selfcheck`` runs them all; the GPU tests and the GPU benchmark use the same functions. Every check
-returns a flat dictionary with the figures it saw; ``ours`` chooses our allocator or torch's, for comparison.
+``loongforge-mem selfcheck`` runs them all; the GPU tests and the GPU benchmark use the same functions. Every
+check returns a flat dictionary with the figures it saw; ``ours`` chooses our allocator or torch's, for
+comparison.
 """
 
 from __future__ import annotations
@@ -22,28 +23,30 @@ if TYPE_CHECKING:
 Outcome = dict[str, Any]
 
 
-def _orchestrator(ours: bool) -> MemoryOrchestrator | None:
+def _orchestrator(*, ours: bool) -> MemoryOrchestrator | None:
     return MemoryOrchestrator(MemoryConfig(mode="global", backend="vmm")) if ours else None
 
 
-def check_graph(ours: bool, quick: bool) -> Outcome:
+def check_graph(*, ours: bool, quick: bool) -> Outcome:
     """Replay a captured training step while eager work fills memory with garbage; then break a capture."""
     import torch
 
-    orchestrator = _orchestrator(ours)
+    orchestrator = _orchestrator(ours=ours)
     torch.manual_seed(0)
     layers = [
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
         for _ in range(6)
     ]
     net = torch.nn.Sequential(*layers).cuda()
-    graph = _capture_step(net, torch.randn(256, 1024, device="cuda"))
+    # The graph reads this tensor at every replay, so it must live as long as the graph.
+    fixed = torch.randn(256, 1024, device="cuda")
+    graph = _capture_step(net, fixed)
     graph.replay()
     torch.cuda.synchronize()
     wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     rounds = 50 if quick else 300
     equal = _replay_beside_eager_work(graph, net, wanted, rounds)
-    out: Outcome = {"bit_equal": equal == rounds, "equal": equal, "rounds": rounds}
+    out: Outcome = {"bit_equal": equal == rounds, "equal": equal, "rounds": rounds, "inputs": fixed.shape[0]}
     if orchestrator is not None:
         stats = orchestrator.stats()
         out |= {"graph_bytes": stats["graph_bytes"], "graph_pools": stats["graph_pools"]}
@@ -60,7 +63,7 @@ def _capture_step(net: torch.nn.Module, fixed: torch.Tensor) -> torch.cuda.CUDAG
     def work() -> None:
         net(fixed).square().mean().backward()
 
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -82,8 +85,8 @@ def _replay_beside_eager_work(
     equal = 0
     keep: list[torch.Tensor] = []
     for index in range(rounds):
-        for n in (1 << 20, 3 << 20, 17 << 20, (index % 40 + 1) << 18):
-            keep.append(torch.full((n,), float("nan"), device="cuda"))
+        sizes = (1 << 20, 3 << 20, 17 << 20, (index % 40 + 1) << 18)
+        keep.extend(torch.full((n,), float("nan"), device="cuda") for n in sizes)
         if len(keep) > 24:
             del keep[:13]
         grads = [p.grad for p in net.parameters() if p.grad is not None]
@@ -126,21 +129,21 @@ def _broken_capture(orchestrator: MemoryOrchestrator) -> Outcome:
     }
 
 
-def check_streams(ours: bool, quick: bool) -> Outcome:
-    """Read memory on a second stream after it was freed and poisoned on the first; record_stream must protect it."""
-    return _poisoned_frees(ours, 1000 if quick else 10_000, record=True)
+def check_streams(*, ours: bool, quick: bool) -> Outcome:
+    """Read on a second stream what the first freed and poisoned; record_stream must protect it."""
+    return _poisoned_frees(1000 if quick else 10_000, ours=ours, record=True)
 
 
-def check_control(ours: bool, quick: bool) -> Outcome:
+def check_control(*, ours: bool, quick: bool) -> Outcome:
     """Do the same without record_stream: it must show corruption, or :func:`check_streams` proves nothing."""
-    return _poisoned_frees(ours, 1000, record=False)
+    return _poisoned_frees(1000, ours=ours, record=False)
 
 
-def _poisoned_frees(ours: bool, rounds: int, *, record: bool) -> Outcome:
+def _poisoned_frees(rounds: int, *, ours: bool, record: bool) -> Outcome:
     import torch
 
-    orchestrator = _orchestrator(ours)
-    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    orchestrator = _orchestrator(ours=ours)
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
     results = torch.zeros(rounds, device="cuda")
     wanted = torch.arange(rounds, device="cuda", dtype=torch.float32) % 97
     draw = random.Random(3)
@@ -150,7 +153,7 @@ def _poisoned_frees(ours: bool, rounds: int, *, record: bool) -> Outcome:
         view = x[size // 2 :]
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            torch.cuda._sleep(draw.randint(1_000, 60_000))  # noqa: SLF001
+            torch.cuda._sleep(draw.randint(1_000, 60_000))  # type: ignore[no-untyped-call]  # noqa: SLF001
             # One kernel that reads x and allocates nothing on this stream.
             results[index : index + 1].copy_(x[size - 1 :])
         if record:
@@ -173,11 +176,11 @@ def _poisoned_frees(ours: bool, rounds: int, *, record: bool) -> Outcome:
     return out
 
 
-def check_oom(ours: bool, quick: bool) -> Outcome:
+def check_oom(*, ours: bool, quick: bool) -> Outcome:
     """Ask for too much: an error with a useful text, and everything works afterwards."""
     import torch
 
-    orchestrator = _orchestrator(ours)
+    orchestrator = _orchestrator(ours=ours)
     first = torch.ones(1 << 20, device="cuda")
     out: Outcome = {"raised": False}
     try:
@@ -191,14 +194,14 @@ def check_oom(ours: bool, quick: bool) -> Outcome:
     torch.cuda.reset_peak_memory_stats()
     parameter = torch.randn(2048, 2048, device="cuda", requires_grad=True)
     for _ in range(20):
-        (parameter @ parameter).square().mean().backward()
+        (parameter @ parameter).square().mean().backward()  # type: ignore[no-untyped-call]
     out["backward_finite"] = parameter.grad is not None and bool(parameter.grad.isfinite().all())
     if orchestrator is not None:
         out["ooms"] = orchestrator.stats()["ooms"]
     return out
 
 
-def check_pool(ours: bool, quick: bool) -> Outcome:
+def check_pool(*, ours: bool, quick: bool) -> Outcome:
     """Mode pool: persistent tensors in a memory pool of ours while torch's statistics keep working."""
     import torch
 
@@ -222,7 +225,7 @@ def check_pool(ours: bool, quick: bool) -> Outcome:
     return out
 
 
-def check_pinned(ours: bool, quick: bool) -> Outcome:
+def check_pinned(*, ours: bool, quick: bool) -> Outcome:
     """Host memory per requested byte: tensors shaped like optimizer state in our arena and in torch's."""
     import torch
 
@@ -272,7 +275,7 @@ def _resident_bytes() -> int:
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
-CHECKS: dict[str, Callable[[bool, bool], Outcome]] = {
+CHECKS: dict[str, Callable[..., Outcome]] = {
     "graph": check_graph,
     "stress": check_streams,
     "control": check_control,

@@ -77,8 +77,8 @@ def load_state(state: dict[str, Any], mark: dict[str, str | int]) -> PlanParts |
     for key, wanted in (("format", FORMAT), ("policy", POLICY)):
         if state.get(key) != wanted:
             msg = (
-                f"the memory state has {key} {state.get(key)!r}; allowed: {wanted!r}. Start without it: the first "
-                "step is profiled again"
+                f"the memory state has {key} {state.get(key)!r}; allowed: {wanted!r}. Start without it: the "
+                "first step is profiled again"
             )
             raise ValueError(msg)
     saved = state.get("fingerprint")

@@ -13,7 +13,9 @@ ZERO = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
 
 
 def nested_stats(device: int) -> dict[str, Any]:
-    """Return the statistics of ``device`` in the nested shape of ``torch.cuda.memory_stats_as_nested_dict``."""
+    """Return the statistics of ``device`` in the nested shape of
+    ``torch.cuda.memory_stats_as_nested_dict``.
+    """
     ours = _core.global_stats(device)
     if ours is None:
         return {}
@@ -54,11 +56,10 @@ def answer_torch_statistics() -> None:
     """Replace the functions of torch.cuda.memory that would raise."""
     import torch
     from torch.cuda import memory
-
-    index = memory._get_device_index
+    from torch.cuda._utils import _get_device_index as index
 
     def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-        return nested_stats(index(device, optional=True)) if torch.cuda.is_initialized() else {}
+        return nested_stats(index(device, optional=True)) if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
 
     def reset_peak_memory_stats(device: Any = None) -> None:
         _core.global_reset(index(device, optional=True))

@@ -85,7 +85,7 @@ def load_trace(path: str | Path) -> Trace:
 def _events(file: Path, raw: object) -> Iterable[Event]:
     if not isinstance(raw, list):
         msg = f"{file} has no list of events"
-        raise ValueError(msg)
+        raise ValueError(msg)  # noqa: TRY004
     for index, event in enumerate(raw):
         match event:
             case ["a", int(block), int(size)] if block >= 0 and size >= 0:
@@ -109,8 +109,9 @@ def simulate(trace: Trace, policy: str = "run_fit", *, repeats: int = 1) -> dict
         repeats: runs that are timed (nanoseconds in the result); sizes come from the first.
 
     Returns:
-        ``peak_requested_bytes``, ``high_water_bytes``, ``reserve_overhead`` (1 - peak requested / high water),
-        ``internal_waste``, ``external_fragmentation`` (at the peak), ``alloc_p50_ns`` ... ``pair_p999_ns``, ``plan_ms``.
+        ``peak_requested_bytes``, ``high_water_bytes``, ``reserve_overhead`` (1 - peak requested / high
+        water), ``internal_waste``, ``external_fragmentation`` (at the peak), ``alloc_p50_ns`` ...
+        ``pair_p999_ns``, ``plan_ms``.
 
     Raises:
         ValueError: unknown policy or a trace that contradicts itself.

@@ -1,7 +1,7 @@
 """Tracing tensors one by one: which storages a piece of code makes, how large, how long they live.
 
-Works on any device and under FakeTensorMode, because it watches operators instead of the allocator. A watched step is
-several times slower than a normal one.
+Works on any device and under FakeTensorMode, because it watches operators instead of the allocator. A watched
+step is several times slower than a normal one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class StorageWatch:
         self._open = False
 
     def know(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that exists already (a parameter) as known, so that a view of it is not a new block."""
+        """Count a tensor that exists already (a parameter) as known, so that a view of it is not a new
+        block.
+        """
         storage = tensor.untyped_storage()
         self._known[id(storage)] = weakref.ref(storage)
 
@@ -105,12 +107,18 @@ def _make_mode(watch: StorageWatch) -> object:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    class _Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
             out = func(*args, **(kwargs or {}))
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                     watch.see(leaf)
             return out
 
-    return _Mode()
+    return _Mode()  # type: ignore[no-untyped-call]

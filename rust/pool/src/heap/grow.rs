@@ -229,6 +229,14 @@ impl Heap {
         bytes
     }
 
+    /// Pages of a range that have no memory behind them yet.
+    pub(super) fn missing_pages(&self, start: u32, units: u32) -> usize {
+        let pages = start / self.page_units..(start + units).div_ceil(self.page_units);
+        pages
+            .filter(|&at| self.pages[at as usize / 64] >> (at % 64) & 1 == 0)
+            .count()
+    }
+
     fn forget_pages(&mut self, start: u32, units: u32) {
         let page = u64::from(self.page_units) * UNIT;
         for at in start / self.page_units..(start + units).div_ceil(self.page_units) {
@@ -240,7 +248,7 @@ impl Heap {
         }
     }
 
-    fn decommit_free_pages(&mut self) -> u64 {
+    pub(super) fn decommit_free_pages(&mut self) -> u64 {
         let page = u64::from(self.page_units) * UNIT;
         let mut gone = Vec::new();
         for (start, len) in self.arenas[0].arena.runs.free_runs() {

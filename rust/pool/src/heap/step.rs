@@ -5,7 +5,7 @@ use crate::arena::{NO_SLOT, Place};
 use crate::device::StreamId;
 use crate::error::{PoolError, Result};
 use crate::planner::{self, Plan};
-use crate::replay::{MISSES, Miss, Replay};
+use crate::replay::{MISSES, Miss, Replay, ReplayCounters};
 use crate::trace::{Item, peak_live};
 use crate::{QUANTUM, SPAN, UNIT};
 
@@ -36,6 +36,8 @@ pub struct StepReport {
     pub hits: u64,
     /// Misses by reason.
     pub misses: [u64; MISSES],
+    /// Times the replay found its place again after a difference.
+    pub resyncs: u64,
     /// Largest sum of requested bytes of blocks that did not outlive the step.
     pub peak_requested: u64,
     /// Blocks that outlived the step.
@@ -58,8 +60,7 @@ pub(super) struct Step {
     /// Name of each phase and the index of its first allocation.
     pub marks: Vec<(String, u32)>,
     log: Vec<Item>,
-    hits_before: u64,
-    misses_before: [u64; MISSES],
+    before: ReplayCounters,
     calls_before: u64,
     pub plan_marks: Vec<(String, u32)>,
 }
@@ -116,11 +117,7 @@ impl Heap {
         };
         if let Some(carved) = &mut self.plan {
             carved.replay.begin();
-            self.step.hits_before = carved.replay.counters.hits;
-            self.step.misses_before = carved.replay.counters.misses;
-        } else {
-            self.step.hits_before = 0;
-            self.step.misses_before = [0; MISSES];
+            self.step.before = carved.replay.counters;
         }
         self.step.open = true;
         Ok(self.step.source)
@@ -242,9 +239,10 @@ impl Heap {
         };
         if let Some(carved) = &self.plan {
             let now = carved.replay.counters;
-            report.hits = now.hits - self.step.hits_before;
+            report.hits = now.hits - self.step.before.hits;
+            report.resyncs = now.resyncs - self.step.before.resyncs;
             for (at, miss) in report.misses.iter_mut().enumerate() {
-                *miss = now.misses[at] - self.step.misses_before[at];
+                *miss = now.misses[at] - self.step.before.misses[at];
             }
         }
         report.planned = self.learn(&report)?;
@@ -261,11 +259,16 @@ impl Heap {
             Some(carved) => {
                 // Blocks that a plan could have held: all that came and went inside the step.
                 let plannable = report.allocs - report.survivors;
-                if report.hits >= plannable {
+                if report.hits >= plannable && report.resyncs == 0 {
                     return Ok(false);
                 }
-                planner::merge(&carved.replay.plan().items, &self.step.log)
-                    .unwrap_or_else(|| self.step.log.clone())
+                let known = &carved.replay.plan().items;
+                let merged =
+                    planner::merge(known, &self.step.log).unwrap_or_else(|| self.step.log.clone());
+                if merged == *known {
+                    return Ok(false);
+                }
+                merged
             }
         };
         let made = planner::plan(&items)?;
@@ -345,6 +348,10 @@ impl Heap {
             }
         }
         let Some(start) = start else { return false };
+        if self.device.commits() && self.missing_pages(start, units) > 0 && self.active.is_empty() {
+            // What the profiled step left committed elsewhere pays for the region.
+            self.decommit_free_pages();
+        }
         if !self.touch(u64::from(start) * UNIT, bytes) {
             self.arenas[0].arena.runs.give(start, units);
             return false;
