@@ -215,9 +215,13 @@ def check_size(height: int, width: int, codec: str) -> None:
 
 def _quality(codec: str, gop: int) -> dict[str, str]:
     if codec == "h264":
-        return {"crf": "18", "preset": "veryfast", "x264-params": f"keyint={gop}:min-keyint={gop}:scenecut=0"}
+        # mbtree reads beyond its look-ahead and makes the size of a file differ from run to run.
+        parameters = f"keyint={gop}:min-keyint={gop}:scenecut=0:mbtree=0"
+        return {"crf": "18", "preset": "veryfast", "x264-params": parameters}
     if codec == "hevc":
-        parameters = f"keyint={gop}:min-keyint={gop}:scenecut=0:log-level=error:pools=1:frame-threads=1"
+        parameters = (
+            f"keyint={gop}:min-keyint={gop}:scenecut=0:cutree=0:log-level=error:pools=1:frame-threads=1"
+        )
         return {"crf": "20", "preset": "ultrafast", "x265-params": parameters}
     if codec == "av1":
         return {"crf": "30", "preset": "12", "svtav1-params": f"keyint={gop}:lp=1"}
