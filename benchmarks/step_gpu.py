@@ -7,8 +7,10 @@ gradient clipping, in one process on one GPU. Columns:
 * ``fused_eager``: the four micro-batches in one pass;
 * ``graph_4x4``, ``graph_fused``: the same two, replayed as CUDA graphs, optimizer inside;
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
-* ``ours+OPTION+...``: that with options: ``cudnn`` or ``flash`` attention first, ``ops`` our fused operators,
-  ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
+* ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
+  weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash``
+  attention first, ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the
+  numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
@@ -53,9 +55,9 @@ COLUMNS = (
     "graph_4x4",
     "graph_fused",
     "graph_fused_compile",
-    "ours+cudnn",
-    "ours+fp8",
-    "ours+cudnn+fp8",
+    "ours+adam",
+    "ours+adam+cudnn",
+    "ours+adam+cudnn+fp8",
     "compile_regions_1x16",
     "compile_1x16",
 )
@@ -71,6 +73,7 @@ class Bench:
     model: nn.Module
     window: list[dict[str, object]]
     large: dict[str, object]
+    autocast: bool = False
 
 
 def optimizer_for(bench: Bench) -> torch.optim.Optimizer:
@@ -83,7 +86,7 @@ def optimizer_for(bench: Bench) -> torch.optim.Optimizer:
 @contextlib.contextmanager
 def precision(bench: Bench) -> Iterator[None]:
     """Autocast when the trainable weights are float32."""
-    with torch.autocast(bench.device, dtype=torch.bfloat16, enabled=bench.args.precision == "mixed"):
+    with torch.autocast(bench.device, dtype=torch.bfloat16, enabled=bench.autocast):
         yield
 
 
@@ -131,7 +134,12 @@ def fused_step(bench: Bench) -> Callable[[], Tensor]:
 
 
 def graph_step(
-    bench: Bench, *, factor: int, regional: bool, stack: contextlib.ExitStack
+    bench: Bench,
+    *,
+    factor: int,
+    regional: bool,
+    stack: contextlib.ExitStack,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Callable[[], Tensor]:
     """Graphed steps, clip and optimizer inside the graph."""
     runner = GraphRunner(
@@ -143,7 +151,7 @@ def graph_step(
             max_norm=CLIP,
             compile=regional,
         ),
-        optimizer=optimizer_for(bench),
+        optimizer=optimizer or optimizer_for(bench),
     )
     stack.callback(runner.release)
     fuser = MicroBatchFuser(bench.model, FusionConfig(fusion_batch_size=factor), executor=runner)
@@ -177,8 +185,8 @@ def build_column(name: str, bench: Bench, stack: contextlib.ExitStack) -> Callab
     if name == "graph_fused_compile":
         return graph_step(bench, factor=MICRO, regional=True, stack=stack)
     if name.split("+")[0] == "ours":
-        optimise(bench, stack, set(name.split("+")[1:]))
-        return graph_step(bench, factor=MICRO, regional=True, stack=stack)
+        optimizer = optimise(bench, stack, set(name.split("+")[1:]))
+        return graph_step(bench, factor=MICRO, regional=True, stack=stack, optimizer=optimizer)
     if name == "compile_regions_1x16":
         stack.callback(compile_regions(bench.model).undo)
         return plain_step(bench, [bench.large])
@@ -188,24 +196,52 @@ def build_column(name: str, bench: Bench, stack: contextlib.ExitStack) -> Callab
     raise ValueError(message)
 
 
-def optimise(bench: Bench, stack: contextlib.ExitStack, options: set[str]) -> None:
-    """Switch on what the options ask for; undone when the column is over."""
+def optimise(bench: Bench, stack: contextlib.ExitStack, options: set[str]) -> torch.optim.Optimizer | None:
+    """Switch on what the options ask for, undone after the column; return the optimizer if it is ours."""
     orders = {
         "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
         "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
     }
-    for option in sorted(options):
-        if option in orders:
-            stack.enter_context(sdpa_kernel([*orders[option], SDPBackend.MATH], set_priority=True))
-        elif option == "ops":
-            from loongforge_fuse import apply_fused_ops
+    unknown = options - {"adam", "masters", "ops", "fp8", *orders}
+    if unknown:
+        message = f"unknown options {sorted(unknown)}"
+        raise ValueError(message)
+    for name in sorted(options & set(orders)):
+        stack.enter_context(sdpa_kernel([*orders[name], SDPBackend.MATH], set_priority=True))
+    if "ops" in options:
+        from loongforge_fuse import apply_fused_ops
 
-            stack.callback(apply_fused_ops(bench.model).undo)
-        elif option == "fp8":
-            stack.callback(apply_precision(bench.model, PrecisionPolicy.float8_frozen()).undo)
-        else:
-            message = f"unknown option {option}"
-            raise ValueError(message)
+        report = apply_fused_ops(bench.model)
+        stack.callback(report.undo)
+    if "fp8" in options:
+        stack.callback(apply_precision(bench.model, PrecisionPolicy.float8_frozen()).undo)
+    trainable = [p for p in bench.model.parameters() if p.requires_grad]
+    if "masters" in options:
+        stack.callback(halved(bench, trainable))
+    if not options & {"adam", "masters"}:
+        return None
+    from loongforge_fuse import FusedAdamW
+
+    wide = torch.float32 if "masters" in options else None
+    return FusedAdamW(
+        trainable, lr=LR, weight_decay=1e-5, master_weights="masters" in options, state_dtype=wide
+    )
+
+
+def halved(bench: Bench, trainable: list[nn.Parameter]) -> Callable[[], None]:
+    """Store trainable weights in bf16 and switch autocast off; return the undo."""
+    before = [p.data for p in trainable]
+    for parameter in trainable:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    bench.autocast = False
+
+    def undo() -> None:
+        for parameter, data in zip(trainable, before, strict=True):
+            parameter.grad = None
+            parameter.data = data
+        bench.autocast = bench.args.precision == "mixed"
+
+    return undo
 
 
 def measure(name: str, bench: Bench, *, repeats: int, steps: int) -> dict[str, object]:
@@ -284,6 +320,9 @@ def check_equality(bench: Bench) -> dict[str, object]:
         out = bench.model(large)
         loss = out["loss_sum"].sum() / out["loss_count"].sum()
     loss.backward()
+    # A graph that stays alive keeps its accumulation nodes on this stream, which would break a capture.
+    plain = float(loss.detach())
+    del out, loss
     expected = {n: p.grad for n, p in trainable if p.grad is not None}
     bench.model.zero_grad(set_to_none=True)
     mode = "auto" if bench.device == "cuda" else "emulated"
@@ -303,7 +342,7 @@ def check_equality(bench: Bench) -> dict[str, object]:
             "failures": dict(runner.stats().failures),
             "fusion_reason": outcome.reason,
             "loss": float(outcome.loss),
-            "loss_eager": float(loss.detach()),
+            "loss_eager": plain,
             "gradient_difference": float((difference / size).sqrt()),
             "missing": [n for n in expected if bench.model.get_parameter(n).grad is None][:5],
         }
@@ -367,6 +406,7 @@ def main() -> None:
     model = groot.build(tiny=args.tiny, device=device, masters=args.precision == "mixed")
     window = [groot.micro_batch(SAMPLES, model=model, device=device, seed=i) for i in range(MICRO)]
     bench = Bench(args=args, device=device, model=model, window=window, large=groot.joined(window))
+    bench.autocast = args.precision == "mixed"
     rows, notes = [], []
     if not args.no_check:
         try:

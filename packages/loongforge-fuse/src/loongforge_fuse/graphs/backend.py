@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -55,9 +57,12 @@ class CudaBackend:
 
     Args:
         device: The model's device.
+        relaxed: Allow calls during a capture that other streams could be disturbed by; an optimizer that pins
+            memory for its tables needs it. Default False.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, relaxed: bool = False) -> None:
+        self._error_mode = "relaxed" if relaxed else "thread_local"
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -76,14 +81,37 @@ class CudaBackend:
     def capture(self, work: Pass, rehearsal: Pass) -> Recorded:
         """Record into the shared pool; other threads may use the device meanwhile."""
         del rehearsal
+        # Autograd graphs that are still alive hold accumulation nodes of another stream, which break a
+        # capture; those in reference cycles would live until some later collection.
+        gc.collect()
         # Collectives still in flight would be queried during the capture and invalidate it.
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_reserved(self._device)
+        current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = work()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode
+            ):
+                outputs = work()
+        except BaseException:
+            self._recover(current)
+            raise
         held = torch.cuda.memory_reserved(self._device) - before
         return _CudaRecording(graph, outputs, max(held, 0))
+
+    def _recover(self, current: torch.cuda.Stream) -> None:
+        """Bring stream, allocator and random generators back to their ordinary state after a failed capture.
+
+        torch leaves all three as they were inside the capture when ending it fails.
+        """
+        torch.cuda.set_stream(current)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # noqa: SLF001 - no public way
+        # A capture that succeeds takes the default generator out of its capturing state.
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=self._device)
+        torch.cuda.synchronize(self._device)
 
     def release(self) -> None:
         """Forget the pool; its memory goes back when the last graph is gone."""

@@ -95,6 +95,7 @@ class GraphEntry:
     bytes: int = 0
     stepped: bool = False
     overwrites: bool = False
+    keep: object = None
     pointers: PointerSnapshot = field(init=False)
     hyper: tuple[object, ...] = field(init=False)
     recording: Recorded = field(init=False)

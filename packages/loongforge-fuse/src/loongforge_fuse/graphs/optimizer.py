@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import torch
 from torch import Tensor
+
+
+class _OwnClip(Protocol):
+    """An optimizer that clips, checks and skips on the device: FusedAdamW."""
+
+    grad_norm: Tensor | None
+
+    def step(self, *, found_inf: Tensor) -> object: ...
+
+    def refresh(self) -> None: ...
 
 
 class OptimizerInGraph:
@@ -29,19 +41,24 @@ class OptimizerInGraph:
         self._max_norm = max_norm
         self._device = device
         self._rates: list[Tensor] = []
-        if device.type == "cuda" and "capturable" not in optimizer.defaults:
+        # FusedAdamW scales, clips and skips in its own kernels and reads weight decay from the device too.
+        self.own_clip = hasattr(optimizer, "max_grad_norm") and hasattr(optimizer, "refresh")
+        if self.own_clip and max_norm is not None:
+            optimizer.max_grad_norm = max_norm  # type: ignore[attr-defined]
+        if device.type != "cuda":
+            return
+        if not self.own_clip and "capturable" not in optimizer.defaults:
             message = (
-                f"{type(optimizer).__name__} has no capturable mode, so it cannot be part of a CUDA graph; "
-                "use torch.optim.AdamW(..., fused=True, capturable=True), or step it after run()"
+                f"{type(optimizer).__name__} has no capturable mode and cannot be part of a CUDA graph; "
+                "use FusedAdamW or torch.optim.AdamW(..., fused=True, capturable=True), or step after run()"
             )
             raise ValueError(message)
         for group in optimizer.param_groups:
-            if "capturable" in group and device.type == "cuda":
+            if "capturable" in group:
                 group["capturable"] = True
             rate = torch.as_tensor(group["lr"], dtype=torch.float32).to(device).clone()
             self._rates.append(rate)
-            if device.type == "cuda":
-                group["lr"] = rate
+            group["lr"] = rate
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"] = state["step"].to(device)
@@ -62,10 +79,14 @@ class OptimizerInGraph:
                 else:
                     rate.fill_(float(value))
                 group["lr"] = rate
+        if self.own_clip and not torch.cuda.is_current_stream_capturing():
+            cast(_OwnClip, self._optimizer).refresh()
 
     def step(self, finite: Tensor) -> Tensor:
         """Clip and step; return the finite flag, joined with that of the gradient norm where one is taken."""
         self.refresh()
+        if self.own_clip:
+            return self._step_own(finite)
         scale: Tensor | None = None
         if self._max_norm is not None:
             gradients = [
@@ -87,13 +108,25 @@ class OptimizerInGraph:
                 del self._optimizer.grad_scale, self._optimizer.found_inf  # type: ignore[attr-defined]
         return finite
 
+    def _step_own(self, finite: Tensor) -> Tensor:
+        """Step an optimizer that clips and skips by itself."""
+        optimizer = cast(_OwnClip, self._optimizer)
+        optimizer.step(found_inf=(~finite).float())
+        norm = optimizer.grad_norm
+        return finite & torch.isfinite(norm) if norm is not None else finite
+
+    def keep(self) -> object:
+        """Return what a recording reads and must not be freed: the tables that such an optimizer uploads."""
+        return getattr(self._optimizer, "_tables", None)
+
     def hyper(self) -> tuple[object, ...]:
         """Return the baked-in numbers and the addresses of the state tensors."""
+        on_device = {"params", "lr", "initial_lr", *(["weight_decay"] if self.own_clip else [])}
         numbers = tuple(
             (name, value)
             for group in self._optimizer.param_groups
             for name, value in sorted(group.items())
-            if name not in {"params", "lr", "initial_lr"} and not isinstance(value, Tensor)
+            if name not in on_device and not isinstance(value, Tensor)
         )
         addresses = tuple(
             value.data_ptr()

@@ -60,6 +60,11 @@ class StepPass:
         )
 
     @property
+    def relaxed(self) -> bool:
+        """Whether capturing needs calls that the strict modes forbid."""
+        return self._optimizer is not None and self._optimizer.own_clip
+
+    @property
     def clears(self) -> bool:
         """Whether the first pass of a window clears the gradients itself."""
         return self._config.zero_in_graph or self._config.gradients == "overwrite"
@@ -159,6 +164,10 @@ class StepPass:
     def hyper(self) -> tuple[object, ...]:
         """Return the host values that a recording bakes in."""
         return () if self._optimizer is None else self._optimizer.hyper()
+
+    def keep(self) -> object:
+        """Return what a recording reads beyond tensors it was given."""
+        return None if self._optimizer is None else self._optimizer.keep()
 
     def hyper_changed(self, old: tuple[object, ...]) -> str | None:
         """Return ``optimizer`` when baked-in values or state tensors changed, else None."""

@@ -110,7 +110,7 @@ class GraphRunner:
         if self.config.mode == "emulated":
             return EmulatedBackend(self._live.all_trainable), None
         if self._device.type == "cuda":
-            return CudaBackend(self._device), None
+            return CudaBackend(self._device, relaxed=self._pass.relaxed), None
         return None, GraphReason.NO_DEVICE
 
     def run(self, batch: Batch, weights: Tensor | None = None) -> StepResult:
@@ -247,10 +247,11 @@ class GraphRunner:
             raise
         except Exception as error:
             self._live.restore(kept)
-            self._failed[key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._failed[key] = root_cause(error)
             return None, GraphReason.CAPTURE_FAILED
         if entry.overwrites:
             entry.gradients = [(p, g) for p, g in self._live.gradients() if g is not None]
+        entry.keep = self._pass.keep()
         entry.finish(recording, self._pointers.snapshot(), self._pass.hyper())
         self._live.restore(kept)
         self._captures += 1
@@ -338,3 +339,12 @@ class GraphRunner:
             failures={str(key[0])[:300]: why for key, why in self._failed.items()},
             padded=self._padded,
         )
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the first error of a chain in one line: what broke a capture, not that ending it then failed."""
+    first = error
+    while (before := first.__cause__ or first.__context__) is not None:
+        first = before
+    lines = str(first).splitlines()
+    return f"{type(first).__name__}: {lines[0] if lines else ''}"

@@ -85,7 +85,8 @@ def apply_precision(model: nn.Module, policy: PrecisionPolicy) -> AppliedPrecisi
     unaligned layer) is left out and stands in the row's note.
 
     Raises:
-        ValueError: A rule that covers no module, or ``tf32`` for single modules (torch has one switch for all).
+        ValueError: A rule that covers no module, or ``tf32`` for single modules (torch has one switch for
+            all).
         TypeError: float8 for something that is no linear layer.
     """
     applied = AppliedPrecision()
