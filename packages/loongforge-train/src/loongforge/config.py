@@ -157,7 +157,7 @@ class TrainConfig:
     control: bool = True
     """Open the control socket."""
     probe_interval: int = 1000
-    """Steps between two probes that count operators and host syncs (the first is step 3); 0 is off."""
+    """Steps between two probes that count operators and host syncs (the first is step 6); 0 is off."""
     pillars: PillarConfig = field(default_factory=PillarConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)

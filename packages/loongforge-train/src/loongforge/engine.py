@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -80,6 +80,8 @@ class StepEngine:
         self.epochs = epochs
         self.at = Position()
         self._rate = 0.0
+        self.around: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
+        """Context around the work of a step, by its number; the session puts probes here."""
 
     def run_step(self) -> bool:
         """Do one optimizer step; return False when the data of the last epoch is used up."""
@@ -90,7 +92,7 @@ class StepEngine:
         if window is None:
             return False
         agreed = self._agreed()
-        with parts.memory.step():
+        with parts.memory.step(), self.around(self.at.step + 1):
             with clock.phase("h2d"):
                 batches = [self._to_device(batch) for batch in window]
             outcome = self._forward_backward(batches, clock, agreed)

@@ -90,3 +90,9 @@ def build_runner(
 def has_hooks(model: nn.Module) -> bool:
     """Tell whether any module of the model has hooks."""
     return any(getattr(module, table, None) for module in model.modules() for table in _HOOKS)
+
+
+def patch_operators(model: nn.Module) -> object:
+    """Replace modules by fused operators where the fuse pillar has a checked one; returns its report."""
+    fuse = require("loongforge_fuse", "loongforge-fuse", "switch fused operators off (--no-fused-ops)")
+    return fuse.apply_fused_ops(model, policy="auto")  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,13 @@ from loongforge.control.live import Live
 from loongforge.ema import WeightAverage
 from loongforge.engine import Parts, StepEngine
 from loongforge.errors import CheckpointError, ConfigError, LoongForgeError
-from loongforge.fusing import build_runner, has_hooks
+from loongforge.fusing import build_runner, has_hooks, patch_operators
 from loongforge.guards import Guard
 from loongforge.nvml import utilisation_reader
 from loongforge.optim import build_schedule, default_groups
 from loongforge.parallel import build_parallel
 from loongforge.pillars import MemoryPillar, build_memory
+from loongforge.probe import operator_cost_us, probed
 from loongforge.ranks import Ranks
 from loongforge.recorder import Recorder
 from loongforge.records import METRICS_FILE, StepRecord, drop_after
@@ -46,6 +48,7 @@ from loongforge.watchdog import Watchdog
 log = logging.getLogger("loongforge")
 Groups = Callable[[nn.Module, float], list[dict[str, object]]]
 Callback = Callable[[StepRecord], object]
+FIRST_PROBE = 6
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,6 +93,8 @@ def build_parts(
     with memory.persistent():
         model.to(ranks.device)
     foreign_hooks = has_hooks(model)
+    if config.pillars.fused_ops:
+        patch_operators(model)
     called = module if module is not None else model
     if config.compile:
         called = torch.compile(called)  # type: ignore[assignment]
@@ -171,6 +176,9 @@ class Session:
         )
         self._sinks: list[Sink] = []
         self.live: Live | None = None
+        self._operator_cost: float | None = None
+        if config.probe_interval and not config.compile and config.strategy in {"ddp", "zero1"}:
+            self.engine.around = self._probe
         self._saved_step: int | None = None
         self._failed_saves = 0
 
@@ -240,6 +248,14 @@ class Session:
         if self.ranks.world_size == 1:
             raise failure
         self.engine.at.failed = failure
+
+    def _probe(self, step: int) -> AbstractContextManager[object]:
+        """Probe the sixth step (after warm-ups and captures) and then every ``probe_interval``-th."""
+        if step < FIRST_PROBE or (step - FIRST_PROBE) % self.config.probe_interval:
+            return nullcontext()
+        if self._operator_cost is None:
+            self._operator_cost = operator_cost_us(self.ranks.device)
+        return probed(self._operator_cost, self.parts.recorder.note_probe)
 
     # -- checkpoints
     # --------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def validate_checkpoint(folder: Path, *, model: nn.Module | None = None) -> list
     )
     try:
         weights = load_weights(folder)
-        findings += _check_optimizer(folder, weights)
+        findings += _check_optimizer(folder, weights, model)
         findings += _check_ranks(folder, manifest.world_size)
         findings += _check_texts(folder)
     except CheckpointError as error:
@@ -71,28 +71,28 @@ def validate_checkpoint(folder: Path, *, model: nn.Module | None = None) -> list
     return findings
 
 
-def _check_optimizer(folder: Path, weights: Mapping[str, object]) -> list[Finding]:
+def _check_optimizer(folder: Path, weights: Mapping[str, object], model: nn.Module | None) -> list[Finding]:
+    """Compare moments with the parameters; a model may save its weights in another shape than it trains
+    them.
+    """
     stored = load_tensors(folder / "optimizer.pt")
     state = stored.get("state", {}) if isinstance(stored, Mapping) else {}
-    unknown = sorted(set(state) - set(weights))
+    parameters: Mapping[str, object] = dict(model.named_parameters()) if model is not None else {}
+    unknown = sorted(set(state) - set(parameters or weights))
     wrong = [
         name
         for name, values in state.items()
         for value in [dict(values).get("exp_avg")]
         if isinstance(value, Tensor)
-        and name in weights
-        and value.shape != getattr(weights[name], "shape", None)
+        and name in parameters
+        and value.shape != getattr(parameters[name], "shape", ())
     ]
     if unknown or wrong:
         detail = f"moments without a weight: {unknown[:5]}; of another shape: {wrong[:5]}"
-        return [
-            Finding(
-                part="optimizer",
-                ok=False,
-                detail=detail,
-                remedy="the files are of two runs; use a checkpoint whose files were written together",
-            )
-        ]
+        remedy = (
+            "the files are of two runs, or the recipe's options differ; see loongforge_state/trainer.json"
+        )
+        return [Finding(part="optimizer", ok=False, detail=detail, remedy=remedy)]
     return [Finding(part="optimizer", ok=True, detail=f"moments of {len(state)} parameters, by name")]
 
 

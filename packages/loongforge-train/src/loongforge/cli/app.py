@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from loongforge.cli import inspect, live
 from loongforge.cli import train as train_command
+from loongforge.cli import verify as verify_command
 
 app = typer.Typer(
-    name="loongforge",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
+    name="loongforge", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
 )
 
 
@@ -19,4 +18,14 @@ def group() -> None:
     """Train vision-language-action models: fast data, fused work, planned communication, managed memory."""
 
 
-app.command("train")(train_command.train)
+TRAIN, LIVE, LOOK = "Train", "A running training", "Before and after a run"
+app.command("train", rich_help_panel=TRAIN)(train_command.train)
+app.command("verify", rich_help_panel=TRAIN)(verify_command.verify)
+app.command("profile-step", rich_help_panel=LIVE)(live.profile_step)
+app.command("monitor-comm", rich_help_panel=LIVE)(live.monitor_comm)
+app.command("switch-strategy", rich_help_panel=LIVE)(live.switch_strategy)
+app.command("debug-dmf", rich_help_panel=LIVE)(live.debug_dmf)
+app.command("doctor", rich_help_panel=LOOK)(inspect.doctor)
+app.command("report", rich_help_panel=LOOK)(inspect.report)
+app.command("compare", rich_help_panel=LOOK)(inspect.compare)
+app.command("validate-checkpoint", rich_help_panel=LOOK)(inspect.validate_checkpoint)

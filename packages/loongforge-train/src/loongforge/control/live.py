@@ -17,7 +17,7 @@ from typing import Protocol
 
 from loongforge.control.server import ControlServer, Request
 from loongforge.engine import StepEngine
-from loongforge.errors import ConfigError
+from loongforge.errors import ConfigError, LoongForgeError
 from loongforge.records import StepRecord
 from loongforge.report.summary import summarise
 from loongforge.watchdog import Watchdog
@@ -97,7 +97,7 @@ class Live:
             else:
                 self._owner.engine.parts.parallel.switch(SWITCH_CODES[code])
             outcome = ""
-        except (ConfigError, KeyError) as error:
+        except (LoongForgeError, KeyError) as error:
             outcome = str(error)
         with self._agreed:
             self._done_codes[code] = (self._owner.engine.at.step, outcome)

@@ -52,7 +52,7 @@ class ControlServer:
             os.umask(old)
         self.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
         self._socket.listen(MOST_CLIENTS)
-        self._socket.settimeout(0.5)
+        self._socket.settimeout(0.1)
         self._link = registry() / str(os.getpid())
         self._link.unlink(missing_ok=True)
         self._link.symlink_to(self.path)

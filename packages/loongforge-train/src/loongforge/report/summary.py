@@ -79,11 +79,14 @@ class Summary:
 
 
 def steady(records: Sequence[Record]) -> list[Record]:
-    """Leave out the first steps of each rank (warm-up: at most 5, at most a quarter)."""
+    """Leave out the first steps (warm-up: at most 5, at most a quarter) and probed ones, which counting
+    slows.
+    """
     steps = sorted({int(value) for value in column(records, "step")})
     skip = min(5, len(steps) // 4)
     kept = set(steps[skip:])
-    return [record for record in records if number(record, "step") in kept]
+    late = [record for record in records if number(record, "step") in kept]
+    return [record for record in late if number(record, "ops") is None] or late
 
 
 def summarise(records: Sequence[Record]) -> Summary:
