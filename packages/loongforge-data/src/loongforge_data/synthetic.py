@@ -219,9 +219,9 @@ def _quality(codec: str, gop: int) -> dict[str, str]:
         parameters = f"keyint={gop}:min-keyint={gop}:scenecut=0:mbtree=0"
         return {"crf": "18", "preset": "veryfast", "x264-params": parameters}
     if codec == "hevc":
-        parameters = (
-            f"keyint={gop}:min-keyint={gop}:scenecut=0:cutree=0:log-level=error:pools=1:frame-threads=1"
-        )
+        # With B-frames, x265 gives clips shorter than its delay packets without a valid decode time.
+        parameters = f"keyint={gop}:min-keyint={gop}:scenecut=0:cutree=0:bframes=0"
+        parameters += ":log-level=error:pools=1:frame-threads=1"
         return {"crf": "20", "preset": "ultrafast", "x265-params": parameters}
     if codec == "av1":
         return {"crf": "30", "preset": "12", "svtav1-params": f"keyint={gop}:lp=1"}
