@@ -94,7 +94,9 @@ def named_fill(seed: int, depth: Mapping[str, int]) -> Callable[[str, Tensor], N
             std *= next(((2 * layers) ** -0.5 for part, layers in depth.items() if part in name), 1.0)
         generator = torch.Generator(device=value.device)
         generator.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
-        value.normal_(0.0, std, generator=generator)
+        # Drawn in float32 whatever the storage, so that a frozen bfloat16 model is the float32 one, rounded.
+        wide = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        value.copy_(wide.normal_(0.0, std, generator=generator))
 
     return fill
 
