@@ -96,7 +96,7 @@ def test_holding_every_batch_copies_instead_of_blocking(root):
 def test_cached_epochs_decode_nothing_and_give_the_same_pixels(root, tmp_path):
     dataset = open_dataset(root, image_size=(40, 56))
     with ADFEDataLoader(
-        dataset, 4, 2, shuffle=True, cache=tmp_path / "cache", persistent_workers=True
+        dataset, 4, 2, shuffle=True, cache=tmp_path / "cache", persistent_workers=True, lookahead=False
     ) as loader:
         list(loader)
         decoded = loader.stats()["decoded_frames"]

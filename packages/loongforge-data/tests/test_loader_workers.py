@@ -16,6 +16,7 @@ from loongforge_data.errors import DataError
 from loongforge_data.loader import ADFEDataLoader
 from loongforge_data.pipeline import RingPipeline
 from loongforge_data.testing import Faults, ToyDataset, indices_of
+from loongforge_data.workers import server
 from loongforge_data.workers.crew import WorkerError
 
 
@@ -29,7 +30,11 @@ def pids(loader):
 
 
 def children():
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    """Processes below this one that live, without the server that stays for the next loader."""
+    known = server._server
+    kept = set() if known is None else {known.process.pid}
+    alive = {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    return alive - kept
 
 
 @pytest.mark.parametrize("shuffle", [False, "full", "block"])
@@ -45,7 +50,7 @@ def test_order_is_the_same_at_any_number_of_workers(shuffle):
     assert sorted(i for batch in orders[0][1] for i in batch) == list(range(53))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["server", "fork", "spawn", "forkserver"])
 def test_order_is_the_same_for_every_start_method(method):
     want = indices_of(ADFEDataLoader(ToyDataset(21), 4, shuffle=True, seed=2))
     with ADFEDataLoader(
@@ -53,6 +58,43 @@ def test_order_is_the_same_for_every_start_method(method):
     ) as loader:
         assert indices_of(loader) == want
         assert loader.stats()["start_method"] == method
+
+
+def test_what_cannot_be_sent_is_forked_with_a_reason():
+    class Local(ToyDataset):
+        pass
+
+    with ADFEDataLoader(Local(6), 3, 1, persistent_workers=True) as loader:
+        assert flat(loader) == list(range(6))
+        assert loader.stats()["start_method"] == "fork"
+        assert "does not pickle" in loader.stats()["start_method_reason"]
+    with pytest.raises(ValueError, match="does not pickle"):
+        list(ADFEDataLoader(Local(6), 3, 1, multiprocessing_context="server"))
+
+
+def test_forked_workers_never_touch_garbage_of_the_trainer():
+    """Garbage that must not be collected in a copy of the process: decoders with threads, here a tripwire."""
+
+    class Tripwire:
+        def __init__(self):
+            self.me, self.pid = self, os.getpid()
+
+        def __del__(self):
+            if os.getpid() != self.pid:
+                os.kill(os.getpid(), signal.SIGSEGV)
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(1000):
+            Tripwire()
+        with ADFEDataLoader(
+            ToyDataset(200), 2, 2, multiprocessing_context="fork", persistent_workers=True
+        ) as loader:
+            assert flat(loader) == list(range(200))
+            assert loader.stats()["worker_restarts"] == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("length, workers", [(1, 4), (2, 5), (5, 4), (46, 3)])

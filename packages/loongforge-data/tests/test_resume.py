@@ -166,3 +166,25 @@ def test_infinite_mode_goes_on_with_the_next_epoch():
     whole = epochs(make(), 3)
     assert got == (whole[0] + whole[1] + whole[2])[:14]
     assert (loader.epoch, loader.batch) == (2, 2)
+
+
+def test_look_ahead_into_the_next_epoch_is_used_or_thrown_away():
+    """Slots are filled over the border of epochs; another epoch or a loaded state starts where it says."""
+    whole = epochs(make(), 4)
+    with make(num_workers=2) as loader:
+        assert indices_of(loader) == whole[0]
+        assert (loader.epoch, loader.batch) == (1, 0)
+        loader.set_epoch(1)
+        assert indices_of(loader) == whole[1]
+        loader.set_epoch(3)
+        assert indices_of(loader) == whole[3]
+        loader.set_epoch(2)
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        assert indices_of(iterator) == whole[2][1:]
+        loader.load_state_dict(state)
+        assert indices_of(loader) == whole[2][1:]
+        assert indices_of(loader) == whole[3]
+    with make(num_workers=2, lookahead=False) as loader:
+        assert [indices_of(loader) for _ in range(2)] == whole[:2]

@@ -120,6 +120,10 @@ class FrameReader:
                             crop=layout.crop,
                             rotation=int(frame.rotation) % 360,
                         )
+                        # Counted before the frame is marked: who sees the batch sees its counts too.
+                        self._count("decoded_frames", video.counters.decoded - before)
+                        self._count("used_frames", 1)
+                        before = video.counters.decoded
                         self._spread(target, targets, places)
                         converting += time.perf_counter_ns() - since
                         if self._cache is not None:
@@ -131,7 +135,6 @@ class FrameReader:
         finally:
             for index in done:
                 del wanted[index]
-            self._count("used_frames", len(done))
             self._count("convert_ns", converting)
             self._count("decode_ns", time.perf_counter_ns() - started - converting)
         if wanted:

@@ -22,7 +22,7 @@ from loongforge_data.prefetch import MODES, Mode
 from loongforge_data.resume import LoaderState, check_state, read_state
 from loongforge_data.sizing import DEFAULT_SLOT_MB, RingSize, available_bytes, ring_size, slots_needed
 from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
-from loongforge_data.workers.crew import choose_method
+from loongforge_data.workers.crew import START_METHODS, choose_method
 from loongforge_data.workers.loop import WorkerSpec
 
 Batch = TypeVar("Batch")
@@ -98,7 +98,10 @@ class ADFEDataLoader(Generic[Batch]):
         cache: Directory or `CacheConfig` of the frame cache; None decodes always.
         readahead: How bytes of video files are asked for ahead: "advise", "populate" or "off", see
             `prefetch`.
-        multiprocessing_context: "fork", "spawn" or "forkserver"; None forks unless CUDA is up.
+        lookahead: Go on filling slots with the next epoch's first batches while an epoch ends (with
+            persistent_workers).
+        multiprocessing_context: "server" (a clean process that workers are forked from), "fork", "spawn" or
+            "forkserver"; None takes "server", or "fork" for what cannot be pickled.
         timeout: Seconds after which a worker's job counts as hung and is done again by a new worker.
 
     Raises:
@@ -130,6 +133,7 @@ class ADFEDataLoader(Generic[Batch]):
         threads_per_worker: int | None = None,
         cache: str | os.PathLike[str] | CacheConfig | None = None,
         readahead: Mode = "advise",
+        lookahead: bool = True,
         multiprocessing_context: str | None = None,
         timeout: float = 60.0,
     ) -> None:
@@ -170,7 +174,15 @@ class ADFEDataLoader(Generic[Batch]):
         self._threads = threads_per_worker
         self._readahead: Mode = readahead
         self._cache = _cache_config(cache, dataset)
-        self._method, self._method_reason = choose_method(multiprocessing_context)
+        if multiprocessing_context is not None and multiprocessing_context not in START_METHODS:
+            msg = (
+                f"multiprocessing_context is {multiprocessing_context!r}, allowed are {START_METHODS} or None"
+            )
+            raise ValueError(msg)
+        self._context = multiprocessing_context
+        self._method: str | None = None
+        self._method_reason: str | None = None
+        self._lookahead = lookahead
         kind: Shuffle = shuffle if isinstance(shuffle, str) else ("full" if shuffle else "none")
         self._order = OrderConfig(
             length=len(dataset),
@@ -377,16 +389,20 @@ class ADFEDataLoader(Generic[Batch]):
             return inline
         size = self._ring_size()
         self._size = size
+        method, self._method_reason, payload = choose_method(self._context, spec)
+        self._method = method
         settings = RingSettings(
             slots=size.slots,
             slot_bytes=size.slot_bytes,
             workers=self.num_workers,
-            method=self._method,
+            method=method,
+            payload=payload,
             timeout=self._timeout,
             chunk=max(1, size.slots // 2),
             batch_size=self.batch_size,
         )
-        ring = RingPipeline(spec, settings, self._counters)
+        ahead = self._lookahead and (self.persistent_workers or self.infinite)
+        ring = RingPipeline(spec, settings, self._counters, _following if ahead else None)
         self._finalizer = weakref.finalize(self, ring.close)
         self._pinner = self._pin(ring)
         return ring
@@ -463,8 +479,8 @@ class ADFEDataLoader(Generic[Batch]):
             "epoch": self._epoch,
             "batch": self._batch,
             "workers": self.num_workers,
-            "start_method": self._method if self.num_workers else None,
-            "start_method_reason": self._method_reason if self.num_workers else None,
+            "start_method": self._method,
+            "start_method_reason": self._method_reason,
             "pinned_bytes": 0 if self._pinner is None else self._pinner.registered_bytes,
             "pin_reason": self._pin_reason if self._pinner is None else self._pinner.reason,
             "slot_bytes": None if self._size is None else self._size.slot_bytes,
@@ -494,6 +510,11 @@ class ADFEDataLoader(Generic[Batch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _following(plan: EpochPlan) -> EpochPlan:
+    """Return the plan of the next epoch."""
+    return EpochPlan(plan.config, epoch=plan.epoch + 1, rank=plan.rank)
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
@@ -228,8 +228,9 @@ class _Pending:
     """A batch on its way."""
 
     planned: PlannedBatch
+    plan: EpochPlan
+    batch: int
     serials: list[int] = field(default_factory=list)
-    epoch: int = 0
 
 
 @dataclass(kw_only=True)
@@ -253,6 +254,8 @@ class RingSettings:
     """Worker processes."""
     method: StartMethod
     """How the first helper process is started."""
+    payload: bytes = b""
+    """The pickled spec, for the method "server"."""
     timeout: float
     """Seconds after which a job counts as hung."""
     chunk: int
@@ -264,8 +267,15 @@ class RingSettings:
 class RingPipeline:
     """Batches from worker processes through shared memory."""
 
-    def __init__(self, spec: WorkerSpec, settings: RingSettings, counters: LoaderCounters) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        settings: RingSettings,
+        counters: LoaderCounters,
+        successor: Callable[[EpochPlan], EpochPlan] | None = None,
+    ) -> None:
         self._spec = spec
+        self._successor = successor
         self._settings = settings
         self._counters = counters
         self._video = isinstance(spec.dataset, VideoDataset)
@@ -279,7 +289,9 @@ class RingPipeline:
             payload=PAYLOAD_BYTES,
             workers=settings.workers,
         )
-        self._crew = Crew(self._ring, spec, workers=settings.workers, method=settings.method)
+        self._crew = Crew(
+            self._ring, spec, workers=settings.workers, method=settings.method, payload=settings.payload
+        )
         self._gap = _gop_lengths(spec.dataset) if self._video else {}
         self._plan: EpochPlan | None = None
         self._next_batch = 0
@@ -309,7 +321,13 @@ class RingPipeline:
         self._active = max(2, min(slots, self._settings.slots))
 
     def begin(self, plan: EpochPlan, batch: int) -> None:
-        """Start at a batch of an epoch; whatever was under way is dropped."""
+        """Start at a batch of an epoch; whatever was under way is dropped, unless it is just that."""
+        first = next(iter(self._pending.values()), None)
+        if first is not None and (first.plan.epoch, first.batch) == (plan.epoch, batch):
+            same = first.plan.config == plan.config and first.plan.rank == plan.rank
+            if same:
+                self._schedule()
+                return
         self._drop()
         self._plan, self._next_batch = plan, batch
         self._schedule()
@@ -371,7 +389,13 @@ class RingPipeline:
         plan = self._plan
         if plan is None:
             return
-        while self._next_batch < plan.num_batches:
+        while True:
+            if self._next_batch >= plan.num_batches:
+                # The order of the next epoch is known: go on with it while this one is consumed.
+                if self._successor is None or plan.num_batches == 0:
+                    break
+                plan = self._plan = self._successor(plan)
+                self._next_batch = 0
             free = self._free_slots()
             size = self._chunk(plan)
             if len(free) < size:
@@ -407,7 +431,7 @@ class RingPipeline:
             self._ring.begin(
                 slot, self._sequence, layout.pictures + extra, layout.table_offset if self._video else 0
             )
-            self._pending[self._sequence] = _Pending(planned=batch, epoch=plan.epoch)
+            self._pending[self._sequence] = _Pending(planned=batch, plan=plan, batch=self._next_batch)
             batches.append(batch)
             self._sequence += 1
             self._next_batch += 1

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Literal
 
 from loongforge_data._core import Ring
 from loongforge_data.workers.loop import WorkerSpec
-from loongforge_data.workers.zygote import RingHandle, zygote_main
+from loongforge_data.workers.server import fork_zygote
+from loongforge_data.workers.zygote import RingHandle, multiprocessing_main
 
-StartMethod = Literal["fork", "spawn", "forkserver"]
-START_METHODS: tuple[StartMethod, ...] = ("fork", "spawn", "forkserver")
+StartMethod = Literal["server", "fork", "spawn", "forkserver"]
+START_METHODS: tuple[StartMethod, ...] = ("server", "fork", "spawn", "forkserver")
 _START_SECONDS = 60.0
 _EXIT_SECONDS = 5.0
 
@@ -32,65 +37,123 @@ class _Member:
     pidfd: int
 
 
-def choose_method(wanted: str | None) -> tuple[StartMethod, str]:
-    """Return the start method and why: fork, unless CUDA is up in this process."""
-    if wanted is not None:
-        if wanted not in START_METHODS:
-            msg = f"multiprocessing_context is {wanted!r}, allowed are {START_METHODS} or None"
-            raise ValueError(msg)
-        return wanted, "asked for"
+@dataclass(kw_only=True)
+class _Zygote:
+    pid: int
+    pidfd: int
+    process: BaseProcess | None = None
+
+
+def _exited(pidfd: int, timeout: float = 0.0) -> bool:
+    """Return whether a process ends within a time in seconds."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def choose_method(wanted: str | None, spec: WorkerSpec) -> tuple[StartMethod, str, bytes]:
+    """Return the start method, why, and the pickled spec for "server".
+
+    A clean server process is right unless what workers need cannot travel there: it does not pickle, or it
+    lives in the main module, which is not imported there. Then this process is forked, as torch's
+    DataLoader does, unless CUDA is up in it.
+
+    Raises:
+        ValueError: An unknown method, or no method is possible; the message says what does not pickle.
+    """
+    if wanted is not None and wanted not in START_METHODS:
+        msg = f"multiprocessing_context is {wanted!r}, allowed are {START_METHODS} or None"
+        raise ValueError(msg)
+    if wanted not in (None, "server"):
+        return wanted, "asked for", b""
+    try:
+        payload = pickle.dumps(spec, protocol=5)
+        reason = "it refers to the main module" if b"__main__" in payload else ""
+    except Exception as error:
+        payload, reason = b"", f"it does not pickle ({type(error).__name__}: {error})"
+    if not reason:
+        return "server", "default" if wanted is None else "asked for", payload
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return "forkserver", "CUDA is up in this process"
-    return "fork", "default"
+    if wanted == "server" or (
+        torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    ):
+        why = (
+            "" if wanted == "server" else ", and CUDA is up in this process, which therefore cannot be forked"
+        )
+        msg = (
+            f"the data set or collate_fn cannot be sent to the worker server: {reason}{why}; define both "
+            f"in an "
+            "importable module, or use multiprocessing_context='spawn' in a guarded main module"
+        )
+        raise ValueError(msg)
+    return "fork", f"the data set or collate_fn cannot be sent to a clean process: {reason}", b""
 
 
 class Crew:
     """Worker processes of one loader."""
 
-    def __init__(self, ring: Ring, spec: WorkerSpec, *, workers: int, method: StartMethod) -> None:
+    def __init__(
+        self, ring: Ring, spec: WorkerSpec, *, workers: int, method: StartMethod, payload: bytes
+    ) -> None:
         self._ring = ring
         self._owner = os.getpid()
-        context = multiprocessing.get_context(method)
-        ours, theirs = context.Pipe()
-        inherited = [ours.fileno()] if method == "fork" else []
-        self._zygote = context.Process(  # type: ignore[attr-defined]
-            target=zygote_main,
-            args=(theirs, RingHandle(ring), spec, self._owner, inherited),
-            name="loongforge-data-zygote",
-            daemon=True,
-        )
+        self._members: dict[int, _Member] = {}
+        self._closed = False
+        self._connection, theirs = multiprocessing.Pipe()
         try:
-            self._zygote.start()
+            self._zygote = self._start_zygote(ring, spec, theirs, method, payload)
         except Exception as error:
-            ours.close()
-            theirs.close()
+            self._connection.close()
             msg = (
                 f"workers cannot be started by {method}: {error}; everything given to the loader must pickle"
             )
             raise WorkerError(msg) from error
-        theirs.close()
-        self._connection = ours
-        self._members: dict[int, _Member] = {}
-        self._closed = False
+        finally:
+            theirs.close()
         self._receive("ready")
         for number in range(workers):
             self.start(number)
 
+    def _start_zygote(
+        self, ring: Ring, spec: WorkerSpec, theirs: Connection, method: StartMethod, payload: bytes
+    ) -> _Zygote:
+        if method == "server":
+            pid = fork_zygote(payload, (ring.fileno(), theirs.fileno()))
+            return _Zygote(pid=pid, pidfd=os.pidfd_open(pid))
+        context = multiprocessing.get_context(method)
+        inherited = [self._connection.fileno()] if method == "fork" else []
+        process = context.Process(  # type: ignore[attr-defined]
+            target=multiprocessing_main,
+            args=(theirs, RingHandle(ring), spec, self._owner, inherited),
+            name="loongforge-data-zygote",
+            daemon=True,
+        )
+        # No collection may run in a forked child before it has frozen what it inherited.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            process.start()
+        finally:
+            if collecting:
+                gc.enable()
+        return _Zygote(pid=process.pid, pidfd=os.pidfd_open(process.pid), process=process)
+
     def _receive(self, kind: str) -> int:
         deadline = time.monotonic() + _START_SECONDS
         while not self._connection.poll(0.2):
-            if not self._zygote.is_alive() or time.monotonic() > deadline:
-                msg = (
-                    f"the process that starts workers did not answer (exit code {self._zygote.exitcode}); "
-                    "see its output above"
-                )
+            ended = _exited(self._zygote.pidfd)
+            if (ended and not self._connection.poll(0)) or time.monotonic() > deadline:
+                msg = "has ended" if ended else f"did not answer within {_START_SECONDS:g} s"
+                msg = f"the process that starts workers {msg}; see its output above"
                 raise WorkerError(msg)
         try:
             answer, value = self._connection.recv()
         except EOFError:
-            msg = f"the process that starts workers has ended (exit code {self._zygote.exitcode})"
+            msg = "the process that starts workers has ended; see its output above"
             raise WorkerError(msg) from None
+        if answer == "error":
+            msg = f"the data set or collate_fn cannot be read in a worker process: {value}"
+            raise WorkerError(msg)
         if answer != kind:
             msg = f"the process that starts workers answered {answer!r} instead of {kind!r}"
             raise WorkerError(msg)
@@ -122,9 +185,7 @@ class Crew:
         member = self._members[number]
         with suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(member.pidfd, select.POLLIN)
-        return bool(poll.poll(_EXIT_SECONDS * 1000))
+        return _exited(member.pidfd, _EXIT_SECONDS)
 
     def remove(self, number: int) -> int:
         """Forget a dead worker; returns its process id."""
@@ -150,10 +211,13 @@ class Crew:
                 poll.unregister(fd)
         with suppress(OSError):
             self._connection.send(("exit", 0))
-        self._zygote.join(_EXIT_SECONDS)
-        if self._zygote.is_alive():
-            self._zygote.kill()
-            self._zygote.join(_EXIT_SECONDS)
+        if not _exited(self._zygote.pidfd, _EXIT_SECONDS):
+            with suppress(ProcessLookupError):
+                os.kill(self._zygote.pid, signal.SIGKILL)
+            _exited(self._zygote.pidfd, _EXIT_SECONDS)
+        if self._zygote.process is not None:
+            self._zygote.process.join(_EXIT_SECONDS)
+        os.close(self._zygote.pidfd)
         for member in self._members.values():
             os.close(member.pidfd)
         self._members.clear()

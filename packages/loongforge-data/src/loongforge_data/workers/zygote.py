@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RingHandle:
-    """A ring that can be handed to a child process of any start method."""
+    """A ring that can be handed to a child process of any start method of multiprocessing."""
 
     def __init__(self, ring: Ring) -> None:
         self._fd = ring.fileno()
@@ -43,18 +43,30 @@ class RingHandle:
         return Ring.attach(self._fd)
 
 
-def zygote_main(
+def multiprocessing_main(
     connection: Connection, handle: RingHandle, spec: WorkerSpec, owner: int, inherited: list[int]
+) -> None:
+    """Be a zygote that multiprocessing started."""
+    zygote_main(connection, handle.open(), spec, owner, inherited)
+
+
+def zygote_main(
+    connection: Connection, ring: Ring, spec: WorkerSpec, owner: int, inherited: list[int]
 ) -> None:
     """Serve requests: ("spawn", number) answers the process id; ("reap", pid) collects a dead worker.
 
     Args:
         connection: To the trainer's process.
-        handle: The ring.
+        ring: The ring.
         spec: What workers do.
         owner: Process id of the trainer.
         inherited: Descriptors of the trainer that a fork copied and that must be closed here.
     """
+    # Garbage of the trainer must not be collected in a copy of it: it may hold decoders whose threads do
+    # not exist
+    # here. Frozen objects are never looked at again.
+    gc.disable()
+    gc.freeze()
     for descriptor in inherited:
         with suppress(OSError):
             os.close(descriptor)
@@ -63,9 +75,6 @@ def zygote_main(
         owner_fd = os.pidfd_open(owner)
     except OSError:
         return
-    gc.collect()
-    gc.freeze()
-    ring = handle.open()
     children: set[int] = set()
     connection.send(("ready", os.getpid()))
     try:
@@ -105,6 +114,7 @@ def _worker(connection: Connection, ring: Ring, number: int, spec: WorkerSpec) -
     try:
         connection.close()
         parent = os.getppid()
+        gc.enable()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _quiet_decoder()
         run_threads(ring, number, spec, _parent_check(parent))
