@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -103,6 +103,11 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         msg = f"{name} is {value!r}, allowed are {', '.join(map(repr, allowed))}"
         raise ValueError(msg)
+
+
+def agreed_settings(config: SchedulerConfig) -> dict[str, str]:
+    """What must be equal on all ranks: everything but local paths."""
+    return {k: str(v) for k, v in asdict(config).items() if k not in ("status_path", "link_cache")}
 
 
 def check_strategy(name: str) -> None:

@@ -66,6 +66,7 @@ def segment(
     count = len(nbytes)
     if not count:
         return [], 0.0
+    evaluate = [curve.evaluator() for curve in costs]
     key_of = list(keys) if keys is not None else [0] * count
     prefix = np.concatenate(([0.0], np.cumsum(nbytes)))
     finish = np.zeros(count + 1)
@@ -80,11 +81,10 @@ def segment(
             first = min(j - 1, max(first, int(np.searchsorted(prefix, prefix[j] - max_bytes - 0.5))))
         # Ends are not decreasing: of all splits already finished when j is ready, the last has the smallest
         # bucket.
-        done = int(np.searchsorted(finish[first:j], ready, side="right")) - 1
-        first = max(first, first + done)
+        first += max(0, int(finish[first:j].searchsorted(ready, side="right")) - 1)
         size = prefix[j] - prefix[first:j]
-        total = np.maximum(finish[first:j], ready) + costs[key_of[j - 1]].predict(size)
-        best = int(np.argmin(total))
+        total = np.maximum(finish[first:j], ready) + evaluate[key_of[j - 1]](size)
+        best = int(total.argmin())
         finish[j] = total[best] + extra_ms
         choice[j] = first + best
     cuts, j = [], count

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
-from statistics import median
+from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from loongforge_comm import ddp
 from loongforge_comm import state as saved_state
-from loongforge_comm.agreement import Agreement, group_store
-from loongforge_comm.channels import Channels
 from loongforge_comm.config import SchedulerConfig, check_strategy
-from loongforge_comm.gradients import gradient_specs, refuse_compiled, trainable_parameters
-from loongforge_comm.groups import apply_overrides, load_overrides
-from loongforge_comm.internals import accumulates, current_backward
+from loongforge_comm.gradients import refuse_compiled, trainable_parameters
 from loongforge_comm.link import LinkModel
-from loongforge_comm.liveness import Liveness
-from loongforge_comm.measure import measure_channels
 from loongforge_comm.modules import broadcast_model, broadcast_tensors, check_same_model, shared_buffers
 from loongforge_comm.plan import CommPlan
-from loongforge_comm.planner import plan_buckets
-from loongforge_comm.reducer import BackwardRecord, Reducer, install_hooks
+from loongforge_comm.planning import Planning
+from loongforge_comm.reducer import BackwardRecord, Reducer
+from loongforge_comm.team import Team
 from loongforge_comm.telemetry import StatusFile, Telemetry
-from loongforge_comm.waiting import BucketWaiter
+from loongforge_comm.watch import ModelWatch
 
 LOG = logging.getLogger("loongforge_comm")
 LATE_FIRST_GRADIENT = 0.9
-_instances: Counter[tuple[int, ...]] = Counter()
 
 
 class GradientScheduler:
@@ -58,11 +48,11 @@ class GradientScheduler:
     accumulation, ``None`` for gradients that no rank computed. Differences: the model is not wrapped (mode
     ``plan-only`` excepted), gradients are views of flat buffers that the next synchronised backward
     overwrites, and
-    parameters may be used or not by each rank's data without a graph walk.
+    each rank's data may use parameters or not without a graph walk.
 
     Not supported: ``create_graph=True`` through the averaged gradients, optimizers that run inside backward,
-    gradients
-    taken with ``torch.autograd.grad`` (they are not averaged).
+    and
+    gradients taken with ``torch.autograd.grad`` (they are not averaged).
     """
 
     def __init__(
@@ -86,8 +76,7 @@ class GradientScheduler:
             process_group: ranks to average over; ``None`` for all.
             plan: plan to start with, for example read from a file; equal on all ranks.
             link: cost model to use in place of a measurement.
-            ready_ms: predicted ready time by parameter name (``build_mdg(...).ready_ms()``), for the first
-                plan.
+            ready_ms: ready time by parameter name for the first plan (``build_mdg(...).ready_ms()``).
 
         Raises:
             CompiledModelError: the model is a ``torch.compile`` wrapper.
@@ -96,85 +85,61 @@ class GradientScheduler:
         """
         refuse_compiled(model)
         self.config = config or SchedulerConfig()
+        self.module: nn.Module = model
         self._model = model
-        self._strategy: str = self.config.strategy
+        self._plan = plan
+        self._reducer: Reducer | None = None
+        self._telemetry: Telemetry | None = None
+        self._watch: ModelWatch | None = None
+        self._status: StatusFile | None = None
+        self._peer_times: dict[str, object] = {}
         self._wanted: str | None = None
         self._rebuild_wanted = False
-        self._plan = plan
-        self._link = link
-        self._predicted = dict(ready_ms) if ready_ms is not None else None
-        self._reducer: Reducer | None = None
-        self._sync = True
+        self._late_reported = False
         self._steps = 0
-        self._rebuilds = 0
-        self._analyses = 0
-        self._warned: set[str] = set()
-        self._closed = False
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.active = dist.is_available() and dist.is_initialized() and self._enough_ranks(process_group)
-        self.module: nn.Module = model
+        self._saved: saved_state.LoadedState | None = None
+        enough = dist.is_available() and dist.is_initialized()
+        self.active = enough and (dist.get_world_size(process_group) > 1 or self.config.allow_single_rank)
         if self.active:
-            self._set_up(process_group)
+            self._set_up(process_group, link, ready_ms)
 
-    def _enough_ranks(self, group: dist.ProcessGroup | None) -> bool:
-        return dist.get_world_size(group) > 1 or self.config.allow_single_rank
-
-    def _set_up(self, process_group: dist.ProcessGroup | None) -> None:
-        config = self.config
-        self._ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        self._rank = dist.get_rank()
-        label = str(_instances[self._ranks])  # the group's ranks have made equally many before
-        _instances[self._ranks] += 1
-        self._agreement = Agreement(
-            group_store(self._ranks, label), self._ranks, self._rank, config.agree_timeout_s
-        )
-        settings = {k: str(v) for k, v in asdict(config).items() if k not in ("status_path", "link_cache")}
-        self._agreement.require_equal("scheduler settings", settings, "use one SchedulerConfig on all ranks")
-        check_same_model(self._model, self._agreement, config.local_parameters)
-        self._liveness: Liveness | None = None
-        if config.heartbeat_interval_s and len(self._ranks) > 1:
-            self._liveness = Liveness(
-                group_store(self._ranks, f"{label}-beat"),
-                self._ranks,
-                self._rank,
-                interval_s=config.heartbeat_interval_s,
-                timeout_s=config.heartbeat_timeout_s,
-            )
-            self._liveness.start()
-        self._channels = Channels(
-            self._ranks, timeout_s=config.timeout_s, nccl_algorithms=config.nccl_algorithms
-        )
-        self._waiter = BucketWaiter(self._liveness, timeout_s=config.timeout_s)
+    def _set_up(
+        self,
+        process_group: dist.ProcessGroup | None,
+        link: LinkModel | None,
+        ready_ms: Mapping[str, float] | None,
+    ) -> None:
+        config, local = self.config, self.config.local_parameters
+        self._team = Team(process_group, config)
+        check_same_model(self._model, self._team.agreement, local)
+        self._planning = Planning(self._model, self._team, config, link, ready_ms)
         if config.broadcast_initial:
-            broadcast_model(self._model, self._channels.ring, self._ranks[0], config.local_parameters)
-        self._status = (
-            StatusFile(config.status_path) if config.status_path and self._rank == self._ranks[0] else None
-        )
-        self._all_parameters = [p for _, p in self._model.named_parameters()]
-        self._trainable_now = self._trainable_flags()
-        self._hooked: dict[str, nn.Parameter] = {}
-        self._forward_synced = True
-        self._ready_history: list[dict[str, float]] = []
-        self._telemetry: Telemetry | None = None
-        self._peer_times: dict[str, object] = {}
+            broadcast_model(self._model, self._team.channels.ring, self._team.ranks[0], local)
+        if config.status_path is not None and self._team.first:
+            self._status = StatusFile(config.status_path)
         if config.mode == "plan-only":
             self._wrap_stock()
             return
-        self._install_parameter_hooks()
-        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
-        self._handles.append(self._model.register_forward_hook(self._after_forward))
+        self._watch = ModelWatch(
+            self._model,
+            config,
+            self._team.agreement,
+            reducer=self._ready_reducer,
+            current=lambda: self._reducer,
+            parameters_changed=lambda: self._replan("parameters frozen or unfrozen"),
+            sync_buffers=self.sync_buffers,
+        )
 
     def _wrap_stock(self) -> None:
         """Hand the plan to stock DDP; our own buffers are made only if ``reduce_now`` is called."""
         config = self.config
-        if self._plan is None:
-            self._plan = self._first_plan()
-        saved_state.check_plan_fits(self._plan, self._model, config.local_parameters, len(self._ranks))
-        self._agreement.require_equal("communication plan", self._plan.hash, "load one plan on all ranks")
+        plan = self._plan = self._plan or self._planning.first()
+        saved_state.check_plan_fits(plan, self._model, config.local_parameters, len(self._team.ranks))
+        self._team.agreement.require_equal("communication plan", plan.hash, "load one plan on all ranks")
         self.module = ddp.wrap(
             self._model,
-            self._plan,
-            self._channels.ring,
+            plan,
+            self._team.channels.ring,
             local=config.local_parameters,
             broadcast_buffers=config.buffers == "forward",
             compress=config.compress == "bf16",
@@ -187,186 +152,87 @@ class GradientScheduler:
     @property
     def plan(self) -> CommPlan:
         """The plan in use; made now (a collective call) when there is none yet."""
-        self._require_active("plan")
+        if not self.active:
+            msg = (
+                "plan needs an initialised process group of at least two ranks; start with torchrun, or set "
+                "allow_single_rank=True"
+            )
+            raise RuntimeError(msg)
+        if self.config.mode == "plan-only" and self._plan is not None:
+            return self._plan
         return self._ready_reducer().plan
 
     @property
     def link(self) -> LinkModel | None:
         """The cost model in use, ``None`` before the first plan."""
-        return self._link
+        return self._planning.link if self.active else None
 
     def _ready_reducer(self) -> Reducer:
         if self._reducer is None:
-            if self._plan is None:
-                self._plan = self._first_plan()
-            self._use(self._plan)
-        assert self._reducer is not None
+            self._reducer = self._use(self._plan or self._planning.first())
         return self._reducer
 
-    def _first_plan(self) -> CommPlan:
-        self._analyses += 1
-        return self._make_plan(self._predicted, "mdg" if self._predicted else "registration")
-
-    def _make_plan(self, ready_ms: Mapping[str, float] | None, source: str, scale: float = 1.0) -> CommPlan:
-        """Compute on the first rank and hand the text to the others, so that rounding cannot split the
-        ranks.
-        """
-        link = self._measured_link()
-        text: str | None = None
-        if self._rank == self._ranks[0]:
-            specs = gradient_specs(self._model, ready_ms=ready_ms, local=self.config.local_parameters)
-            specs = apply_overrides(specs, load_overrides(self.config.group_overrides))
-            fires = self._reducer.fires() if self._reducer is not None else {}
-            specs = tuple(replace(spec, fires=fires.get(spec.name, spec.fires)) for spec in specs)
-            text = plan_buckets(
-                specs,
-                link.scaled(scale) if scale != 1.0 else link,
-                strategy=self._strategy,
-                simple_bucket_mib=self.config.simple_bucket_mib,
-                max_bucket_mib=self.config.max_bucket_mib,
-                source=source,
-                step=self._steps,
-            ).to_json()
-        return CommPlan.from_json(str(self._agreement.exchange("plan", text)[0]))
-
-    def _measured_link(self) -> LinkModel:
-        if self._link is None:
-            device = next(iter(trainable_parameters(self._model).values())).device
-            self._link = measure_channels(
-                self._channels,
-                self._agreement,
-                device,
-                budget_s=self.config.link_budget_s,
-                cache=self.config.link_cache,
-            )
-        return self._link
-
-    def _use(self, plan: CommPlan) -> None:
+    def _use(self, plan: CommPlan) -> Reducer:
         """Check the plan against the model and the other ranks, then build buffers for it."""
-        parameters = trainable_parameters(self._model, self.config.local_parameters)
-        saved_state.check_plan_fits(plan, self._model, self.config.local_parameters, len(self._ranks))
-        self._agreement.require_equal("communication plan", plan.hash, "load one plan on all ranks")
-        known = self._reducer is not None or plan.source == "measured"
-        contributors = self._reducer.contributors if self._reducer is not None else len(self._ranks)
-        self._reducer = Reducer(
+        local = self.config.local_parameters
+        saved_state.check_plan_fits(plan, self._model, local, len(self._team.ranks))
+        self._team.agreement.require_equal("communication plan", plan.hash, "load one plan on all ranks")
+        old = self._reducer
+        reducer = Reducer(
             plan,
-            parameters,
-            self._channels,
-            contributors=contributors,
+            trainable_parameters(self._model, local),
+            self._team.channels,
+            contributors=old.contributors if old is not None else len(self._team.ranks),
             overlap=self.config.mode == "hooks",
             compress=self.config.compress == "bf16",
-            wait=self._waiter.wait,
-            deferred_first=not known,
+            wait=self._team.waiter.wait,
+            deferred_first=old is None and plan.source != "measured",
         )
-        self._reducer.sync = self._sync
-        self._reducer.on_finish = self._finished
-        self._waiter.plan = plan
+        reducer.sync = self._watch.sync if self._watch is not None else True
+        reducer.on_finish = self._finished
+        reducer.profile = self._planning.profiling(self._steps)
+        self._team.waiter.plan = plan
         self._plan = plan
-        self._ready_history = []
         if self._telemetry is None:
             self._telemetry = Telemetry(plan)
         else:
             self._telemetry.use_plan(plan)
-        self._reducer.profile = self._profiling()
-
-    # ---- hooks
-    # ----------------------------------------------------------------------------------------------------
-
-    def _install_parameter_hooks(self) -> None:
-        fresh = {
-            name: p
-            for name, p in trainable_parameters(self._model, self.config.local_parameters).items()
-            if name not in self._hooked
-        }
-        self._handles += install_hooks(fresh, self._hook_target)
-        self._hooked.update(fresh)
-
-    def _hook_target(self) -> Reducer | None:
-        if not self._sync or self._closed:
-            return None
-        return self._ready_reducer()
-
-    def _trainable_flags(self) -> tuple[bool, ...]:
-        return tuple(p.requires_grad for p in self._all_parameters)
-
-    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        if self._closed or not torch.is_grad_enabled() or current_backward() >= 0:
-            return
-        if self._reducer is not None and self._reducer.armed:
-            self._recover()
-        flags = self._trainable_flags()
-        if flags != self._trainable_now:
-            self._parameters_changed(flags)
-        if self.config.buffers == "forward" and self._forward_synced:
-            self.sync_buffers()
-        self._forward_synced = self._sync
-        if self._sync:
-            self._ready_reducer()
-
-    def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        """Arm at the first output gradient: it belongs to the outermost backward and marks its start."""
-        if self._closed or not torch.is_grad_enabled() or current_backward() >= 0:
-            return
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(self._output_gradient)  # type: ignore[no-untyped-call]
-
-    def _output_gradient(self, gradient: Tensor) -> None:
-        reducer = self._reducer
-        if reducer is None or not self._sync or self._closed or reducer.launched:
-            return
-        if accumulates(next(p for p in self._hooked.values() if p.requires_grad)):
-            reducer.arm(nested=False)
-
-    def _recover(self) -> None:
-        """An earlier backward raised before its end."""
-        reducer = self._ready_reducer()
-        sent = reducer.launched
-        reducer.abandon()
-        if sent:
-            msg = (
-                f"the last backward ended with an error after {sent} buckets had been sent; the other ranks "
-                "wait for "
-                "the rest of that step. Restart from a checkpoint, or drop the step on all ranks"
-            )
-            raise RuntimeError(msg)
-
-    def _parameters_changed(self, flags: tuple[bool, ...]) -> None:
-        """Some parameters were frozen or unfrozen: all ranks must have done so before the same forward."""
-        names = [n for n, p in self._model.named_parameters() if p.requires_grad]
-        self._agreement.require_equal(
-            "set of trainable parameters", names, "freeze and unfreeze on all ranks before the same step"
-        )
-        self._trainable_now = flags
-        self._install_parameter_hooks()
-        if self._reducer is not None:
-            self._replan("parameters frozen or unfrozen")
+        return reducer
 
     def _finished(self, record: BackwardRecord) -> None:
-        reducer = self._ready_reducer()
         if self._telemetry is not None:
             self._telemetry.add(record)
-        if not record.captured and self._profiling() and reducer.last_ready:
-            self._ready_history.append(reducer.last_ready)
-            del self._ready_history[:-8]
+        if self._reducer is not None and not record.captured and self._planning.profiling(self._steps):
+            self._planning.observe(self._reducer.last_ready)
 
-    # ---- user calls
-    # -----------------------------------------------------------------------------------------------
+    def _replan(self, reason: str) -> None:
+        if self._reducer is None or self._telemetry is None:
+            return
+        plan = self._planning.remake(
+            self._reducer.plan, self._reducer.fires(), self._telemetry, step=self._steps, reason=reason
+        )
+        self._reducer = self._use(plan)
+
+    # ---- during a step
+    # --------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally: backward inside the context sends nothing."""
-        before, self._sync = self._sync, False
-        if self.active and self._reducer is not None:
-            self._reducer.sync = False
         stock = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
+        before = self._watch.sync if self._watch is not None else True
+        self._set_sync(wanted=False)
         try:
             with stock:
                 yield
         finally:
-            self._sync = before
-            if self.active and self._reducer is not None:
-                self._reducer.sync = before
+            self._set_sync(wanted=before)
+
+    def _set_sync(self, *, wanted: bool) -> None:
+        if self._watch is not None:
+            self._watch.sync = wanted
+        if self._reducer is not None:
+            self._reducer.sync = wanted
 
     def reduce_now(self) -> None:
         """Average the gradients that exist now, by the same buckets (after a CUDA graph replay, or by hand).
@@ -388,12 +254,16 @@ class GradientScheduler:
         if self.active:
             buffers = shared_buffers(self._model, self.config.local_parameters)
             if buffers:
-                broadcast_tensors(buffers, self._channels.ring, self._ranks[0])
+                broadcast_tensors(buffers, self._team.channels.ring, self._team.ranks[0])
+
+    # ---- step border
+    # ----------------------------------------------------------------------------------------------
 
     def switch_strategy(self, name: str) -> None:
-        """Ask for ``simple`` or ``hybrid``; it takes effect on all ranks at the next step border after the
-        request
-        has travelled with a reduction. One rank's request is enough; of several the lowest rank's wins.
+        """Ask for ``simple`` or ``hybrid``; all ranks change at the step border after the request has
+        travelled.
+
+        One rank's request is enough; of several the lowest rank's wins.
         """
         check_strategy(name)
         if self.config.mode == "plan-only":
@@ -421,8 +291,8 @@ class GradientScheduler:
         """
         if not self.active:
             return
+        self._steps += 1
         if self.config.mode == "plan-only":
-            self._steps += 1
             return
         reducer = self._ready_reducer()
         if reducer.armed:
@@ -430,111 +300,68 @@ class GradientScheduler:
                 "step_end() was called while a synchronised backward has not finished: its end was not seen, "
                 "which "
                 "happens when every gradient came from inside reentrant checkpoints and the model's forward "
-                "was not "
-                "called directly. Call the model itself, or use_reentrant=False"
+                "was "
+                "not called directly. Call the model itself, or use_reentrant=False"
             )
             raise RuntimeError(msg)
-        self._steps += 1
         label = self._steps if step is None else step
-        if self._liveness is not None:
-            self._liveness.step = label
-        self._waiter.step = label
-        asked = reducer.take_request()
-        if asked or self._rebuild_due():
-            self._border()
-        every = self.config.heartbeat_every
-        if every and self._steps % every == 0:
+        self._team.at_step(label)
+        due = self._planning.rebuild_due(reducer.plan, self._steps)
+        if reducer.take_request() or due:
+            self._border(due=due)
+        if self.config.heartbeat_every and self._steps % self.config.heartbeat_every == 0:
             self._exchange_times()
-        self._ready_reducer().profile = self._profiling()
-        self._watch_overlap()
+        self._ready_reducer().profile = self._planning.profiling(self._steps)
+        self._report_late_gradients()
         if self._status is not None and self._status.due:
             self._status.write({"step": label, **self.stats()})
 
-    def _rebuild_due(self) -> bool:
-        config = self.config
-        first = (
-            self._plan is not None and self._plan.source != "measured" and self._steps == config.warmup_steps
-        )
-        later = bool(config.rebuild_interval) and self._steps % config.rebuild_interval == 0
-        return config.mode == "hooks" and (first or later)
-
-    def _profiling(self) -> bool:
-        config = self.config
-        until = (
-            config.rebuild_interval - self._steps % config.rebuild_interval if config.rebuild_interval else 9
-        )
-        return self._steps <= config.warmup_steps or until <= 3
-
-    def _border(self) -> None:
-        """All ranks are here for the same reason: exchange wishes and times, then replan alike."""
-        wishes = self._agreement.exchange("border", [self._wanted, self._rebuild_wanted])
-        pairs = [w if isinstance(w, list) else [None, False] for w in wishes]
-        switch = next((name for name, _ in pairs if name is not None), None)
+    def _border(self, *, due: bool) -> None:
+        """All ranks are here for the same reason: exchange wishes, then change alike."""
+        wishes = self._team.agreement.exchange("border", [self._wanted, self._rebuild_wanted])
+        pairs = [wish for wish in wishes if isinstance(wish, list)]
+        switch = next((str(name) for name, _ in pairs if name is not None), None)
         self._wanted, self._rebuild_wanted = None, False
         self._ready_reducer().request = False
-        if switch is not None and switch != self._strategy:
-            self._strategy = str(switch)
+        if switch is not None and switch != self._planning.strategy:
+            self._planning.strategy = switch
             self._replan(f"strategy {switch}")
-        elif self._rebuild_due() or any(rebuild for _, rebuild in pairs):
+        elif due or any(rebuild for _, rebuild in pairs):
             self._replan("measured ready times")
-
-    def _replan(self, reason: str) -> None:
-        """New plan from the mean over ranks of the median measured ready times, with the link corrected
-        likewise.
-        """
-        names = [spec.name for spec in self._ready_reducer().plan.gradients]
-        mine = _median_times(self._ready_history, names)
-        scale = self._link_scale()
-        parts = self._agreement.exchange("ready-times", [mine, scale])
-        tables = [part[0] for part in parts if isinstance(part, list) and part[0]]
-        scales = [float(part[1]) for part in parts if isinstance(part, list) and part[1]]
-        factor = min(max(min(scales), 0.7), 2.0) if scales else 1.0
-        if tables:
-            ready = {name: _mean([t[i] for t in tables]) for i, name in enumerate(names)}
-            plan = self._make_plan(ready, "measured", factor)
-        else:
-            old = {spec.name: spec.ready_ms for spec in self._ready_reducer().plan.gradients}
-            plan = self._make_plan(old, self._ready_reducer().plan.source, factor)
-        self._rebuilds += 1
-        LOG.info("plan %s rebuilt at step %d (%s)", plan.hash, self._steps, reason)
-        self._use(plan)
-
-    def _link_scale(self) -> float | None:
-        """Measured over predicted collective time, summed over buckets; ``None`` without measurements."""
-        if self._telemetry is None or self._link is None:
-            return None
-        seen = self._telemetry.bucket_ms()
-        buckets = {b.index: b for b in self._ready_reducer().plan.buckets}
-        predicted = sum(
-            self._link.predict_ms(buckets[i].strategy, buckets[i].nbytes) for i in seen if i in buckets
-        )
-        return sum(seen.values()) / predicted if predicted > 0 else None
 
     def _exchange_times(self) -> None:
         """Per-rank bucket times: the minimum over ranks is the collective, the rest is waiting for
         stragglers.
         """
-        assert self._telemetry is not None
-        mine = {str(i): ms for i, ms in self._telemetry.bucket_ms().items()}
-        summary = self._telemetry.summary()
-        parts = self._agreement.exchange("bucket-times", [mine, summary["backward_ms_mean"]])
-        tables = [part[0] for part in parts if isinstance(part, list)]
-        self._peer_times = saved_state.straggler_table(self._ready_reducer().plan, self._ranks, tables, parts)
+        if self._telemetry is None or self._reducer is None:
+            return
+        mine = {str(index): ms for index, ms in self._telemetry.bucket_ms().items()}
+        parts = self._team.agreement.exchange(
+            "bucket-times", [mine, self._telemetry.summary()["backward_ms_mean"]]
+        )
+        self._peer_times = saved_state.straggler_table(self._reducer.plan, self._team.ranks, parts)
 
-    def _watch_overlap(self) -> None:
+    def _report_late_gradients(self) -> None:
         share = self._telemetry.first_gradient_share() if self._telemetry is not None else None
-        late = share is not None and share > LATE_FIRST_GRADIENT and len(self._hooked) > 4
-        if late and self._steps >= 3 and "late" not in self._warned:
-            self._warned.add("late")
-            LOG.warning(
-                "the first gradient arrives after %.0f %% of backward, so nothing can overlap; this is what "
-                "torch.compile of the whole model does. Compile the repeated blocks instead "
-                "(for block in model.blocks: block.compile())",
-                100 * (share or 0.0),
-            )
+        many = self._watch is not None and len(self._watch.hooked) > 4
+        if (
+            self._late_reported
+            or share is None
+            or share <= LATE_FIRST_GRADIENT
+            or not many
+            or self._steps < 3
+        ):
+            return
+        self._late_reported = True
+        LOG.warning(
+            "the first gradient arrives after %.0f %% of backward, so nothing can overlap; this is what "
+            "torch.compile of the whole model does. Compile the repeated blocks instead "
+            "(for block in model.blocks: block.compile())",
+            100 * share,
+        )
 
     # ---- ranks that stop early, slow checkpoints
-    # ------------------------------------------------------------------
+    # --------------------------------------------------------------------
 
     def agree_continue(self, *, has_batch: bool, rule: str = "stop") -> bool:
         """Agree whether the next step takes place when ranks may run out of data at different times.
@@ -555,7 +382,7 @@ class GradientScheduler:
             raise ValueError(msg)
         if not self.active:
             return has_batch
-        votes = [bool(vote) for vote in self._agreement.exchange("continue", has_batch)]
+        votes = [bool(vote) for vote in self._team.agreement.exchange("continue", has_batch)]
         live = sum(votes)
         if rule == "stop" or not live:
             return all(votes)
@@ -564,10 +391,10 @@ class GradientScheduler:
 
     def shadow_step(self) -> None:
         """Take part in the step's collectives without data (see :meth:`agree_continue`)."""
-        if self.active:
+        if self.active and self._watch is not None:
             if self.config.buffers == "forward":
                 self.sync_buffers()
-            for parameter in self._hooked.values():
+            for parameter in self._watch.hooked.values():
                 parameter.grad = None
             self.reduce_now()
 
@@ -577,65 +404,76 @@ class GradientScheduler:
         Uses the store, not the collective library, so it does not count against ``timeout_s`` of the buckets.
         """
         if self.active:
-            self._agreement.exchange(f"barrier/{name}", 1, timeout_s=timeout_s)
+            self._team.agreement.exchange(f"barrier/{name}", 1, timeout_s=timeout_s)
 
     def agree_found_inf(self, found_inf: Tensor) -> None:
         """Make an overflow on one rank count on all, in place (needed only with local parameters)."""
         if self.active:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._channels.ring)
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._team.channels.ring)
 
     def gather_local(self) -> dict[str, list[Tensor]]:
         """All-gather the parameters that stay per rank: name to one tensor per rank, for checkpoints."""
         if not self.active:
             return {}
-        return saved_state.gather_local(self._model, self.config.local_parameters, self._channels.peers)
+        return saved_state.gather_local(self._model, self.config.local_parameters, self._team.channels.peers)
 
     # ---- state
     # ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
         """Figures of this rank: a flat part for logs, and ``groups`` and ``ranks`` for the monitor."""
+        strategy = self._planning.strategy if self.active else self.config.strategy
         result: dict[str, object] = {
             "active": self.active,
             "mode": self.config.mode,
-            "strategy": self._strategy,
+            "strategy": strategy,
         }
         if not self.active or self._reducer is None or self._telemetry is None:
             return result
         plan = self._reducer.plan
-        result.update(
-            plan_hash=plan.hash,
-            plan_source=plan.source,
-            buckets=len(plan.buckets),
-            gradient_bytes=plan.nbytes,
-            buffer_bytes=self._reducer.buffer_bytes,
-            world_size=len(self._ranks),
-            contributors=self._reducer.contributors,
-            steps=self._steps,
-            rebuilds=self._rebuilds,
-            analyses=self._analyses,
-            predicted_exposed_ms=plan.exposed_ms,
-            whole_model_compile_suspected="late" in self._warned,
+        return result | {
+            "plan_hash": plan.hash,
+            "plan_source": plan.source,
+            "buckets": len(plan.buckets),
+            "gradient_bytes": plan.nbytes,
+            "buffer_bytes": self._reducer.buffer_bytes,
+            "world_size": len(self._team.ranks),
+            "contributors": self._reducer.contributors,
+            "steps": self._steps,
+            "rebuilds": self._planning.rebuilds,
+            "analyses": self._planning.analyses,
+            "predicted_exposed_ms": plan.exposed_ms,
+            "whole_model_compile_suspected": self._late_reported,
             **self._telemetry.summary(),
-            groups=self._telemetry.groups(),
-            ranks=self._peer_times,
-        )
-        return result
+            "groups": self._telemetry.groups(),
+            "ranks": self._peer_times,
+        }
 
     def state_dict(self) -> dict[str, object]:
         """Plan, link and counters as plain data, with version and topology. Collective if no plan exists
         yet.
         """
         if not self.active:
-            return saved_state.pack(None, self._link, 1, self._steps, self._rebuilds, self._strategy)
-        reducer = self._ready_reducer()
-        fires = reducer.fires()
-        plan = replace(
-            reducer.plan,
-            gradients=tuple(replace(g, fires=fires[g.name]) for g in reducer.plan.gradients),
-        )
+            saved = self._saved
+            return saved_state.pack(
+                saved.plan if saved is not None else None,
+                saved.link if saved is not None else None,
+                world_size=saved.world_size if saved is not None else 1,
+                steps=self._steps,
+                rebuilds=saved.rebuilds if saved is not None else 0,
+                strategy=self.config.strategy,
+            )
+        plan = self.plan
+        if self._reducer is not None:
+            fires = self._reducer.fires()
+            plan = replace(plan, gradients=tuple(replace(g, fires=fires[g.name]) for g in plan.gradients))
         return saved_state.pack(
-            plan, self._link, len(self._ranks), self._steps, self._rebuilds, self._strategy
+            plan,
+            self._planning.link,
+            world_size=len(self._team.ranks),
+            steps=self._steps,
+            rebuilds=self._planning.rebuilds,
+            strategy=self._planning.strategy,
         )
 
     def load_state_dict(self, state: Mapping[str, object], *, on_mismatch: str = "refuse") -> None:
@@ -644,70 +482,43 @@ class GradientScheduler:
         Args:
             state: what ``state_dict`` returned.
             on_mismatch: ``refuse`` raises when the world size or the parameters differ; ``replan`` keeps the
-                counters
-                and makes a new plan.
+                counters and makes a new plan.
 
         Raises:
             ValueError: wrong version, or a mismatch that is named.
         """
-        loaded = saved_state.unpack(state)
-        self._steps, self._rebuilds = loaded.steps, loaded.rebuilds
-        self._strategy = loaded.strategy
-        if not self.active or loaded.plan is None:
+        loaded = self._saved = saved_state.unpack(state)
+        self._steps = loaded.steps
+        if not self.active:
             return
+        self._planning.rebuilds, self._planning.strategy = loaded.rebuilds, loaded.strategy
+        if loaded.plan is None:
+            return
+        local = self.config.local_parameters
         try:
-            saved_state.check_plan_fits(
-                loaded.plan, self._model, self.config.local_parameters, len(self._ranks)
-            )
+            saved_state.check_plan_fits(loaded.plan, self._model, local, len(self._team.ranks))
         except ValueError:
             if on_mismatch != "replan":
                 raise
             return
-        self._link = loaded.link
+        self._planning.link = loaded.link
         self._reducer = None
         self._plan = loaded.plan
         if self.config.mode == "plan-only":
             self._wrap_stock()
 
-    def _require_active(self, what: str) -> None:
-        if not self.active:
-            msg = (
-                f"{what} needs an initialised process group of at least two ranks; start with torchrun, or "
-                "set "
-                "allow_single_rank=True"
-            )
-            raise RuntimeError(msg)
-
     def close(self) -> None:
         """Remove the hooks and end the threads. Gradients keep their values."""
-        if self._closed:
+        if not self.active:
             return
-        self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self.active:
-            if self._status is not None and self._reducer is not None:
-                self._status.write({"step": self._steps, "closed": True, **self.stats()}, force=True)
-            if self._liveness is not None:
-                self._liveness.close()
-            self._channels.close()
+        if self._status is not None and self._reducer is not None:
+            self._status.write({"step": self._steps, "closed": True, **self.stats()}, force=True)
+        if self._watch is not None:
+            self._watch.close()
+        self._team.close()
 
     def __enter__(self) -> GradientScheduler:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _median_times(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[float]:
-    """Median ready time per name; a gradient never seen counts as ready with the last one."""
-    kept = history[1:] if len(history) > 1 else history
-    if not kept:
-        return []
-    last = median(max(times.values(), default=0.0) for times in kept)
-    return [median([times[n] for times in kept if n in times] or [last]) for n in names]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

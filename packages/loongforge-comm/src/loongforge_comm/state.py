@@ -29,7 +29,13 @@ class LoadedState:
 
 
 def pack(
-    plan: CommPlan | None, link: LinkModel | None, world_size: int, steps: int, rebuilds: int, strategy: str
+    plan: CommPlan | None,
+    link: LinkModel | None,
+    *,
+    world_size: int,
+    steps: int,
+    rebuilds: int,
+    strategy: str,
 ) -> dict[str, object]:
     """Plain data for a checkpoint."""
     return {
@@ -116,22 +122,25 @@ def gather_local(
     return result
 
 
-def straggler_table(
-    plan: CommPlan, ranks: Sequence[int], tables: Sequence[object], parts: Sequence[object]
-) -> dict[str, object]:
+def straggler_table(plan: CommPlan, ranks: Sequence[int], parts: Sequence[object]) -> dict[str, object]:
     """Waiting time per rank: its bucket times minus the minimum over ranks, summed over buckets.
 
     The rank that waits least is the one the others wait for.
+
+    Args:
+        plan: the plan in use.
+        ranks: global ranks.
+        parts: per rank, [milliseconds by bucket index, mean backward milliseconds].
     """
-    clean = [t if isinstance(t, Mapping) else {} for t in tables]
-    common = [str(b.index) for b in plan.buckets if all(str(b.index) in table for table in clean)]
-    fastest = {i: min(float(table[i]) for table in clean) for i in common}
-    waits = [sum(float(table[i]) - fastest[i] for i in common) for table in clean]
-    backward = [part[1] if isinstance(part, list) else None for part in parts]
+    pairs = [part if isinstance(part, list) else [{}, None] for part in parts]
+    tables = [table for table, _ in pairs]
+    common = [str(b.index) for b in plan.buckets if all(str(b.index) in table for table in tables)]
+    fastest = {i: min(float(table[i]) for table in tables) for i in common}
+    waits = [sum(float(table[i]) - fastest[i] for i in common) for table in tables]
     slowest = ranks[min(range(len(waits)), key=waits.__getitem__)] if common and len(ranks) > 1 else None
     return {
         "collective_ms": sum(fastest.values()) if common else None,
         "waiting_ms": {str(r): w for r, w in zip(ranks, waits, strict=True)} if common else {},
-        "backward_ms": {str(r): b for r, b in zip(ranks, backward, strict=True)},
+        "backward_ms": {str(r): backward for r, (_, backward) in zip(ranks, pairs, strict=True)},
         "waited_for": slowest,
     }

@@ -14,13 +14,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 T = TypeVar("T")
 
@@ -63,7 +64,17 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_enter,
-                args=(_address(target), rank, world_size, port, folder, collective_timeout_s, backend, args),
+                args=(
+                    _address(target),
+                    rank,
+                    world_size,
+                    port,
+                    folder,
+                    collective_timeout_s,
+                    backend,
+                    allow_dead,
+                    args,
+                ),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -126,6 +137,7 @@ def _enter(
     folder: str,
     collective_timeout_s: float,
     backend: str,
+    allow_dead: tuple[int, ...],
     args: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
@@ -149,9 +161,79 @@ def _enter(
     file.with_suffix(".tmp").replace(file)
     if outcome[0] == "result":
         # Rank 0 hosts the store: it leaves last.
-        others = [Path(folder) / str(other) for other in range(1, world_size)]
+        others = [Path(folder) / str(other) for other in range(1, world_size) if other not in allow_dead]
         deadline = time.monotonic() + 20.0
         while rank == 0 and time.monotonic() < deadline and not all(f.is_file() for f in others):
             time.sleep(0.01)
         dist.destroy_process_group()
     os._exit(0 if outcome[0] == "result" else 1)
+
+
+class Scenarios:
+    """Small programs that share one pair of processes; each is reported as a test of its own.
+
+    Decorate functions that take the rank, call :meth:`run` in the rank program, and look up each outcome by
+    name.
+    """
+
+    def __init__(self) -> None:
+        self._functions: dict[str, Callable[[int], None]] = {}
+
+    def __call__(self, function: Callable[[int], None]) -> Callable[[int], None]:
+        """Register ``function``."""
+        self._functions[function.__name__] = function
+        return function
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in order of definition."""
+        return tuple(self._functions)
+
+    def run(self, rank: int) -> dict[str, str]:
+        """Run all; the text of each failure by name, empty for success."""
+        outcome = {}
+        for name, function in self._functions.items():
+            try:
+                function(rank)
+                outcome[name] = ""
+            except Exception:
+                outcome[name] = traceback.format_exc()
+        return outcome
+
+
+def tanh_mlp(seed: int = 0, *, width: int = 8, depth: int = 4) -> nn.Sequential:
+    """A small seeded network."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)])
+
+
+def seeded_batch(rank: int, step: int, width: int = 8) -> Tensor:
+    """Five rows that differ by rank and step."""
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    """Copies of all gradients, ``None`` where there is none."""
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def assert_same(
+    left: Sequence[Tensor | None], right: Sequence[Tensor | None], tolerance: float = 0.0
+) -> None:
+    """Equal within an absolute and relative tolerance; ``None`` only equals ``None``."""
+    if len(left) != len(right):
+        msg = f"{len(left)} tensors against {len(right)}"
+        raise AssertionError(msg)
+    for position, (a, b) in enumerate(zip(left, right, strict=True)):
+        if (a is None) != (b is None):
+            msg = f"tensor {position}: one side has none"
+            raise AssertionError(msg)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def values_of_ranks(value: object) -> list[object]:
+    """Every rank's value, in rank order."""
+    out: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out

@@ -74,7 +74,7 @@ def build_mdg(
         source = "hooks"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         notes.append(f"torch.fx cannot follow the model ({reason}): edges from observed calls")
-        if "control flow" in reason:
+        if "inputs to control flow" in reason:
             control.append(ControlFlow(module="", kind="data-dependent", detail=reason))
     if source == "hooks":
         edges = seen.edges

@@ -1,0 +1,72 @@
+"""The ranks that average together: store, process groups, heartbeats and waiting, made once per scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch.distributed as dist
+
+from loongforge_comm.agreement import Agreement, group_store
+from loongforge_comm.channels import Channels
+from loongforge_comm.config import SchedulerConfig, agreed_settings
+from loongforge_comm.liveness import Liveness
+from loongforge_comm.waiting import BucketWaiter
+
+_instances: Counter[tuple[int, ...]] = Counter()
+
+
+class Team:
+    """Connections of one scheduler to the other ranks.
+
+    Attributes:
+        ranks: global ranks in group order.
+        rank: this process's global rank.
+        agreement: exchanges over the store.
+        channels: process groups that carry buckets.
+        liveness: heartbeats, ``None`` when off or alone.
+        waiter: turns a missing rank into an error with its name.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, config: SchedulerConfig) -> None:
+        """Agree on the settings, then make the groups (collective over the ranks)."""
+        self.ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.rank = dist.get_rank()
+        label = str(_instances[self.ranks])  # all ranks of the group have made equally many before
+        _instances[self.ranks] += 1
+        self.agreement = Agreement(
+            group_store(self.ranks, label), self.ranks, self.rank, config.agree_timeout_s
+        )
+        self.agreement.require_equal(
+            "scheduler settings", agreed_settings(config), "use one SchedulerConfig on all ranks"
+        )
+        self.liveness: Liveness | None = None
+        if config.heartbeat_interval_s and len(self.ranks) > 1:
+            self.liveness = Liveness(
+                group_store(self.ranks, f"{label}-beat"),
+                self.ranks,
+                self.rank,
+                interval_s=config.heartbeat_interval_s,
+                timeout_s=config.heartbeat_timeout_s,
+            )
+            self.liveness.start()
+        self.channels = Channels(
+            self.ranks, timeout_s=config.timeout_s, nccl_algorithms=config.nccl_algorithms
+        )
+        self.waiter = BucketWaiter(self.liveness, timeout_s=config.timeout_s)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the group's first rank, which computes what all use."""
+        return self.rank == self.ranks[0]
+
+    def at_step(self, step: int) -> None:
+        """Step number for messages and heartbeats."""
+        self.waiter.step = step
+        if self.liveness is not None:
+            self.liveness.step = step
+
+    def close(self) -> None:
+        """End the threads; process groups stay with torch."""
+        if self.liveness is not None:
+            self.liveness.close()
+        self.channels.close()

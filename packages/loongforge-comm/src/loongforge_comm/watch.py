@@ -1,0 +1,126 @@
+"""Hooks on the model: when a backward begins, when trainable parameters change, when buffers must be
+synchronised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from loongforge_comm.agreement import Agreement
+from loongforge_comm.config import SchedulerConfig
+from loongforge_comm.gradients import trainable_parameters
+from loongforge_comm.internals import accumulates, current_backward
+from loongforge_comm.reducer import Reducer, install_hooks
+
+
+class ModelWatch:
+    """Installs and removes the hooks of one scheduler.
+
+    Attributes:
+        sync: synchronised backwards are wanted (False inside ``no_sync``).
+        before_forward: called before each forward with gradients, after the checks.
+        parameters_changed: called on all ranks when the agreed set of trainable parameters has changed.
+        reducer: gives the current reducer, making it if need be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SchedulerConfig,
+        agreement: Agreement,
+        *,
+        reducer: Callable[[], Reducer],
+        current: Callable[[], Reducer | None],
+        parameters_changed: Callable[[], None],
+        sync_buffers: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._agreement = agreement
+        self._reducer = reducer
+        self._current = current
+        self._parameters_changed = parameters_changed
+        self._sync_buffers = sync_buffers
+        self._all = [p for _, p in model.named_parameters()]
+        self._flags = self._trainable()
+        self._forward_synced = True
+        self.sync = True
+        self.hooked: dict[str, nn.Parameter] = {}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hook_parameters()
+        self._handles.append(model.register_forward_pre_hook(self._before))
+        self._handles.append(model.register_forward_hook(self._after))
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for p in self._all)
+
+    def _hook_parameters(self) -> None:
+        trainable = trainable_parameters(self._model, self._config.local_parameters)
+        fresh = {name: p for name, p in trainable.items() if name not in self.hooked}
+        self._handles += install_hooks(fresh, self._target)
+        self.hooked.update(fresh)
+
+    def _target(self) -> Reducer | None:
+        return self._reducer() if self.sync else None
+
+    def _before(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        if not torch.is_grad_enabled() or current_backward() >= 0:
+            return  # evaluation, or recomputation inside backward
+        reducer = self._current()
+        if reducer is not None and reducer.armed:
+            self._recover(reducer)
+        flags = self._trainable()
+        if flags != self._flags:
+            self._agree_on_change(flags)
+        if self._config.buffers == "forward" and self._forward_synced:
+            self._sync_buffers()
+        self._forward_synced = self.sync
+        if self.sync:
+            self._reducer()
+
+    def _after(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Arm at the first output gradient: it belongs to the outermost backward and marks its start."""
+        if not torch.is_grad_enabled() or current_backward() >= 0:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(self._output_gradient)  # type: ignore[no-untyped-call]
+
+    def _output_gradient(self, gradient: Tensor) -> None:
+        reducer = self._current()
+        if reducer is None or not self.sync or reducer.launched or not self._handles:
+            return
+        if accumulates(next(p for p in self.hooked.values() if p.requires_grad)):
+            reducer.arm(nested=False)
+
+    def _recover(self, reducer: Reducer) -> None:
+        """An earlier backward raised before its end."""
+        sent = reducer.launched
+        reducer.abandon()
+        if sent:
+            msg = (
+                f"the last backward ended with an error after {sent} buckets had been sent; the other ranks "
+                "wait "
+                "for the rest of that step. Restart from a checkpoint, or drop the step on all ranks"
+            )
+            raise RuntimeError(msg)
+
+    def _agree_on_change(self, flags: tuple[bool, ...]) -> None:
+        """Parameters were frozen or unfrozen: all ranks must have done so before the same forward."""
+        names = [n for n, p in self._model.named_parameters() if p.requires_grad]
+        self._agreement.require_equal(
+            "set of trainable parameters", names, "freeze and unfreeze on all ranks before the same step"
+        )
+        self._flags = flags
+        self._hook_parameters()
+        self._parameters_changed()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,93 @@
+"""Dead, stopped, slow and absent ranks: the error names rank, bucket, group and time within the limit."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from loongforge_comm import GradientScheduler, LinkModel, RankFailureError, SchedulerConfig
+from loongforge_comm.testing import run_ranks, seeded_batch, tanh_mlp
+
+LINK = LinkModel.from_alpha_beta(0.01, 1.0, world_size=3)
+
+
+def failing(rank: int, world_size: int, kind: str) -> dict[str, object]:
+    """Rank 2 dies or stops between steps 2 and 3; the others report what they were told, and when."""
+    model = tanh_mlp()
+    config = SchedulerConfig(
+        heartbeat_interval_s=0.1, heartbeat_timeout_s=1.5, timeout_s=8.0, agree_timeout_s=20.0, warmup_steps=0
+    )
+    scheduler = GradientScheduler(model, config=config, link=LINK)
+    for step in range(3):
+        model(seeded_batch(rank, step)).sum().backward()
+        scheduler.step_end(step)
+    if rank == 2:
+        if kind == "slow":
+            time.sleep(3.0)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        model(seeded_batch(rank, 3)).sum().backward()
+        outcome: dict[str, object] = {"error": None}
+    except RankFailureError as error:
+        outcome = {"error": str(error), "ranks": error.ranks, "bucket": error.bucket, "group": error.group}
+    outcome["took"] = time.monotonic() - begin
+    if kind == "slow":
+        scheduler.close()
+    return outcome
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_dead_or_stopped_rank_is_named_in_heartbeat_time(kind: str) -> None:
+    results = run_ranks(failing, 3, kind, timeout_s=60.0, collective_timeout_s=20.0, allow_dead=(2,))
+    for result in results[:2]:
+        assert result is not None
+        assert result["ranks"] == (2,), result
+        assert result["bucket"] == 0
+        assert result["group"] in ("high", "low")
+        for part in ("rank 2", "step 2", "bucket 0", "group", "last seen in step", " s,"):
+            assert part in str(result["error"]), result["error"]
+        assert result["took"] < 7.0
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    results = run_ranks(failing, 3, "slow", timeout_s=60.0, collective_timeout_s=20.0)
+    assert [r["error"] for r in results if r is not None] == [None] * 3
+    assert results[0] is not None
+    assert results[0]["took"] > 2.0
+
+
+def absent(rank: int, world_size: int) -> str:
+    """Rank 1 leaves before the scheduler is made."""
+    if rank == 1:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(RankFailureError) as caught:
+        GradientScheduler(tanh_mlp(), config=SchedulerConfig(agree_timeout_s=2.0), link=LINK)
+    assert caught.value.ranks == (1,)
+    assert time.monotonic() - begin < 4.0
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_before_the_first_collective_is_named() -> None:
+    text = run_ranks(absent, 2, timeout_s=40.0, allow_dead=(1,))[0]
+    assert text is not None
+    assert "no answer from rank 1 after 2." in text
+
+
+def test_a_store_that_does_not_answer_names_nobody() -> None:
+    from loongforge_comm.liveness import Liveness
+
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False
+    )
+    live = Liveness(store, (0, 1), 0, interval_s=0.05, timeout_s=0.3)
+    live._answered = time.monotonic() - 5.0
+    live.beats[1].seen = time.monotonic() - 5.0
+    assert live.silent() == ()
+    live._answered = time.monotonic()
+    assert live.silent() == (1,)
+    assert "rank 1 (silent for 5." in live.describe(1)
