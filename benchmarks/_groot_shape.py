@@ -47,9 +47,10 @@ class Shape:
 
 FULL = Shape()
 TINY = Shape(
-    vision_layers=2, vision_width=64, vision_heads=4, vision_mlp=160, grid=4, llm_layers=3, llm_width=96,
-    llm_heads=4, llm_kv_heads=2, llm_head_dim=24, llm_mlp=256, llm_train_layers=1, vocabulary=512, dit_layers=4,
-    dit_width=96, dit_heads=4, dit_out=64, action_dim=32, horizon=16, image_size=56, text_tokens=12,
+    vision_layers=2, vision_width=64, vision_heads=4, vision_mlp=160, grid=4,
+    llm_layers=3, llm_width=96, llm_heads=4, llm_kv_heads=2, llm_head_dim=24, llm_mlp=256, llm_train_layers=1,
+    vocabulary=512, dit_layers=4, dit_width=96, dit_heads=4, dit_out=64, action_dim=32, horizon=16,
+    image_size=56, text_tokens=12,
 )  # fmt: skip
 
 

@@ -25,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _common
 
 GIB = 1 << 30
+REPORTED = (
+    "step_source", "planned_hit_rate", "step_allocations", "alloc_ms", "step_survivors", "step_device_calls",
+)  # fmt: skip
 OURS = ("ours_runfit", "ours_plan", "ours_block")
 
 
@@ -60,9 +63,10 @@ class Runner:
         self.rounds = 1 if quick else 2
 
     def all(self) -> None:
+        """Run every section that was asked for."""
         # The checks measure no time, so they share the GPU; everything after them runs alone.
-        checks = [("graph", "ours_plan"), ("stress", "ours_plan"), ("oom", "ours_plan"), ("control", "ours_plan"),
-                  ("pool", "native"), ("pinned", "native")]  # fmt: skip
+        checks = [(name, "ours_plan") for name in ("graph", "stress", "oom", "control")]
+        checks += [("pool", "native"), ("pinned", "native")]
         with ThreadPoolExecutor(max_workers=4) as pool:
             list(pool.map(lambda check: self.start(*check), checks))
         need = 0.0
@@ -83,6 +87,7 @@ class Runner:
             self.start(section, column)
 
     def start(self, section: str, column: str, **more: object) -> dict[str, object] | None:
+        """Run one section of one column in a process of its own; returns its row."""
         if self.only and section not in self.only:
             return None
         left = self.end - time.monotonic()
@@ -114,10 +119,13 @@ class Runner:
         return row
 
     def of(self, section: str, column: str, key: str) -> list[float]:
+        """Return the values of one key over the rounds."""
         rows = [r for r in self.rows if r["section"] == section and r["column"] == column]
-        return [float(r[key]) for r in rows if isinstance(r.get(key), int | float | bool)]  # type: ignore[arg-type]
+        values = [r.get(key) for r in rows]
+        return [float(v) for v in values if isinstance(v, int | float | bool)]
 
     def figures(self) -> dict[str, float | int | bool | str | None]:
+        """Return the figures that the claims name."""
         out: dict[str, float | int | bool | str | None] = {}
 
         def ratio(name: str, a: list[float], b: list[float]) -> None:
@@ -155,6 +163,7 @@ class Runner:
             ("stress_corrupted", "stress", "ours_plan", "corrupted"),
             ("stress_rounds", "stress", "ours_plan", "rounds"),
             ("control_corrupted", "control", "ours_plan", "corrupted"),
+            ("budget_predicted_over_measured", "budget", "native", "ratio"),
             ("alloc_ms_per_step", "step", "ours_plan", "alloc_ms"),
         ):
             found = self.of(section, column, key)
@@ -265,8 +274,7 @@ def _steps(job: dict[str, object], *, micro_batches: int, samples: int) -> dict[
             after_two = _memory(torch, orchestrator)["driver_calls"]
         if orchestrator is not None and index in (0, 1, 2, 3, warm + count - 1):
             s = orchestrator.stats()
-            reports.append({k: s.get(k) for k in ("step_source", "planned_hit_rate", "step_allocations", "alloc_ms",
-                                                  "step_survivors", "step_device_calls")})  # fmt: skip
+            reports.append({k: s.get(k) for k in REPORTED})
     measured = times[warm:]
     memory = _memory(torch, orchestrator)
     row: dict[str, object] = {
@@ -349,6 +357,29 @@ def _check_section(job: dict[str, object]) -> dict[str, object]:
     return CHECKS[section](ours=str(job["column"]) in OURS, quick=bool(job["quick"]))
 
 
+def _budget_section(job: dict[str, object]) -> dict[str, object]:
+    """Predicted against measured peak of the eager step under torch's own allocator."""
+    import torch
+    from loongforge_mem import profile_step
+
+    model, optimizer, batch, _ = _build(torch, 16)
+    begin = time.perf_counter()
+    profile = profile_step(model, batch)
+    took_s = time.perf_counter() - begin
+    for _ in range(2):
+        model(batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    model(batch)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    measured = torch.cuda.max_memory_allocated()
+    return {"predicted_gb": profile.peak / GIB, "measured_gb": measured / GIB,
+            "ratio": profile.peak / measured, "profile_s": took_s}  # fmt: skip
+
+
 def _calls_section(job: dict[str, object]) -> dict[str, object]:
     """The allocation calls of a recorded step alone, through torch's own entry points, with no kernel."""
     import torch
@@ -379,8 +410,8 @@ def _calls_section(job: dict[str, object]) -> dict[str, object]:
         times.append((time.perf_counter() - begin) * 1e3)
         for pointer in live.values():
             free(pointer)
-    out: dict[str, object] = {"events": len(events), "first_ms": times[0], "calls_ms": statistics.median(times[2:]),
-                              **_memory(torch, orchestrator)}  # fmt: skip
+    out: dict[str, object] = {"events": len(events), "first_ms": times[0]}
+    out |= {"calls_ms": statistics.median(times[2:]), **_memory(torch, orchestrator)}
     if orchestrator is not None:
         s = orchestrator.stats()
         out |= {k: s.get(k) for k in ("planned_hit_rate", "alloc.p50_ns", "alloc.p99_ns", "alloc.p999_ns",
@@ -412,6 +443,7 @@ SECTIONS = {
     "step44": _step44_section,
     "dynamic": _dynamic_section,
     "calls": _calls_section,
+    "budget": _budget_section,
     **dict.fromkeys(("graph", "stress", "control", "oom", "pool", "pinned"), _check_section),
 }
 

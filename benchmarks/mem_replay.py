@@ -10,6 +10,7 @@ size of every index.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -41,7 +42,7 @@ class Case:
 
 def main() -> None:
     parser = _common.parser(__doc__)
-    parser.add_argument("--c-abi", type=Path, help=argparse_hidden())
+    parser.add_argument("--c-abi", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.c_abi:
         _through_c(options.c_abi)
@@ -63,18 +64,12 @@ def main() -> None:
         "c_abi_pair_p99_us": float(c_abi["pair_p99_ns"]) / 1e3 if "pair_p99_ns" in c_abi else None,
     }
     notes = [
-        "bound: fixed-shape rows above 100 MB without large logits, where run fit alone is expected below 3.2 %",
-        "heap_*: alloc + free of the whole heap with a plan; runfit_*: the same without; two clock reads included",
+        "bound: fixed-shape rows above 100 MB without large logits (target of run fit alone: 3.2 %)",
+        "heap_*: alloc + free of the whole heap with a plan; runfit_*: without; two clock reads included",
     ]
     outcome = _common.result("mem_replay", rows=[*rows, {"trace": "c_abi", **c_abi}], figures=figures,
                              repetitions=steps, notes=notes)  # fmt: skip
     _common.finish(outcome, options.json)
-
-
-def argparse_hidden() -> str:
-    import argparse
-
-    return argparse.SUPPRESS
 
 
 def _row(case: Case, steps: int) -> dict[str, object]:
@@ -117,25 +112,33 @@ def cases(*, quick: bool) -> list[Case]:
     lengths = [draw.randint(128, 1024) for _ in range(4 if quick else 12)]
     pairs = [(draw.randint(1, 8), draw.randint(128, 1024)) for _ in range(4 if quick else 12)]
     layers = 4 if quick else 12
-    found = [
-        Case(name="vit_b_64x197", make=lambda: _plain(layers=12, width=768, heads=12, mlp=3072, b=64, t=197)),
-        Case(name="vit_l_32x577", make=lambda: _plain(layers=2 * layers, width=1024, heads=16, mlp=4096, b=32, t=577)),
-        Case(name="llm_4096_no_logits", make=lambda: _plain(layers=4, b=1, t=4096, **llm)),
-        Case(name="llm_4096_logits", make=lambda: _tokens([(1, 4096)], layers=4, vocabulary=32000, **llm), logits=True),
-        Case(name="llm_4096_no_logits_recompute", make=lambda: _plain(layers=8, b=1, t=4096, recompute=True, **llm)),
-        Case(name="llm_4096_logits_recompute",
-             make=lambda: _tokens([(1, 4096)], layers=4, vocabulary=32000, recompute=True, **llm), logits=True),
-        Case(name="gpt_random_lengths", make=lambda: _tokens([(4, n) for n in lengths], layers=layers, **gpt),
-             fixed=False, logits=True),
-        Case(name="gpt_random_lengths_recompute",
-             make=lambda: _tokens([(8, n) for n in lengths], layers=layers, recompute=True, **gpt), fixed=False, logits=True),
-        Case(name="gpt_random_batch_x_length", make=lambda: _tokens(pairs, layers=layers, **gpt), fixed=False, logits=True),
-        Case(name="gr00t_tiny", make=lambda: _groot("TINY", [(4, None, None)])),
+    groot = [(16, 28 * draw.randint(4, 12), draw.randint(16, 128)) for _ in range(3 if quick else 8)]
+    plain = {
+        "vit_b_64x197": {"layers": 12, "width": 768, "heads": 12, "mlp": 3072, "b": 64, "t": 197},
+        "vit_l_32x577": {"layers": 2 * layers, "width": 1024, "heads": 16, "mlp": 4096, "b": 32, "t": 577},
+        "llm_4096_no_logits": {"layers": 4, "b": 1, "t": 4096, **llm},
+        "llm_4096_no_logits_recompute": {"layers": 8, "b": 1, "t": 4096, "recompute": True, **llm},
+    }
+    logits = {"layers": 4, "vocabulary": 32000, **llm}
+    tokens = {
+        "llm_4096_logits": ([(1, 4096)], logits),
+        "llm_4096_logits_recompute": ([(1, 4096)], {**logits, "recompute": True}),
+        "gpt_random_lengths": ([(4, n) for n in lengths], {"layers": layers, **gpt}),
+        "gpt_random_lengths_recompute": (
+            [(8, n) for n in lengths], {"layers": layers, "recompute": True, **gpt},
+        ),
+        "gpt_random_batch_x_length": (pairs, {"layers": layers, **gpt}),
+    }  # fmt: skip
+    found = [Case(name=name, make=lambda s=s: _plain(**s)) for name, s in plain.items()]
+    found += [
+        Case(name=name, make=lambda n=n, s=s: _tokens(n, **s), fixed=len(n) == 1, logits=True)
+        for name, (n, s) in tokens.items()
+    ]
+    found += [
+        Case(name="gr00t_tiny", make=lambda: _groot("TINY", [(64, None, None)])),
         Case(name="gr00t_full_16", make=lambda: _groot("FULL", [(16, None, None)])),
-        Case(name="gr00t_full_random_resolution",
-             make=lambda: _groot("FULL", [(16, 28 * draw.randint(4, 12), draw.randint(16, 128)) for _ in range(3 if quick else 8)]),
-             fixed=False),
-    ]  # fmt: skip
+        Case(name="gr00t_full_random_resolution", make=lambda: _groot("FULL", groot), fixed=False),
+    ]
     if not quick:
         found.append(
             Case(name="gr00t_full_4x4", make=lambda: _groot("FULL", [(4, None, None)], micro_batches=4))

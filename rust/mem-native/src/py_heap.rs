@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use loongforge_pool::device::FakeDevice;
+use loongforge_pool::device::{FakeDevice, SharedDevice};
 use loongforge_pool::heap::{Heap, HeapConfig, Label};
 use loongforge_pool::planner::Plan;
 use loongforge_pool::trace::Item;
@@ -104,9 +104,18 @@ pub fn state_parts(heap: &Heap) -> StateParts {
 #[pyclass(name = "Heap", module = "loongforge_mem._core", frozen)]
 pub struct PyHeap {
     heap: Mutex<Heap>,
+    /// The stand-in device, where the heap has one: tests decide when its work is done.
+    fake: Option<SharedDevice>,
 }
 
 impl PyHeap {
+    fn fake(&self) -> PyResult<&SharedDevice> {
+        let text = "only a heap on the stand-in device ('fake') has logical time";
+        self.fake
+            .as_ref()
+            .ok_or_else(|| pyo3::exceptions::PyRuntimeError::new_err(text))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Heap> {
         self.heap.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -137,7 +146,12 @@ impl PyHeap {
             } else {
                 FakeDevice::new(budget, contiguous)
             };
-            Heap::new(Box::new(fake), config)
+            let shared = SharedDevice::new(fake);
+            let heap = Heap::new(Box::new(shared.clone()), config);
+            return Ok(Self {
+                heap: Mutex::new(heap),
+                fake: Some(shared),
+            });
         } else {
             make(
                 GlobalConfig {
@@ -150,6 +164,7 @@ impl PyHeap {
         };
         Ok(Self {
             heap: Mutex::new(heap),
+            fake: None,
         })
     }
 
@@ -226,6 +241,33 @@ impl PyHeap {
 
     fn trim(&self, py: Python<'_>) -> u64 {
         py.detach(|| self.lock().trim())
+    }
+
+    /// Enqueue work on `stream` that uses the block (stand-in device only).
+    #[pyo3(signature = (address, stream))]
+    fn r#use(&self, address: u64, stream: u64) -> PyResult<()> {
+        if !self.lock().owns(address) {
+            return Err(to_python(loongforge_pool::PoolError::UnknownBlock {
+                address,
+            }));
+        }
+        self.fake()?.get().work(stream);
+        Ok(())
+    }
+
+    /// Complete all work of `stream` (stand-in device only).
+    fn complete(&self, stream: u64) -> PyResult<()> {
+        let mut device = self.fake()?.get();
+        let time = device.work(stream);
+        device.complete(stream, time);
+        Ok(())
+    }
+
+    /// Start (a capture number) or end (None) a capture on `stream` (stand-in device only).
+    #[pyo3(signature = (stream, capture))]
+    fn set_capture(&self, stream: u64, capture: Option<u64>) -> PyResult<()> {
+        self.fake()?.get().set_capture(stream, capture);
+        Ok(())
     }
 
     fn begin_capture(&self, first: u64, second: u64) -> PyResult<()> {

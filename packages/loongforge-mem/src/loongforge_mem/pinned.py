@@ -98,4 +98,5 @@ def _release(arena: _core.HostArena, address: int) -> None:
 def _cuda_in_use() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and _core.driver_error() is None  # type: ignore[no-untyped-call]
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return used and _core.driver_error() is None

@@ -118,8 +118,8 @@ def _advice(
     biggest = max(at_peak.values(), default=0)
     if biggest > peak // 5:
         out.append(
-            f"one block of {biggest / MIB:.0f} MiB is {biggest / peak:.0%} of the peak (often logits): compute "
-            "the loss in chunks"
+            f"one block of {biggest / MIB:.0f} MiB is {biggest / peak:.0%} of the peak (often logits): "
+            "compute the loss in chunks"
         )
     if sizes:
         name, size = sizes.most_common(1)[0]

@@ -59,7 +59,8 @@ def answer_torch_statistics() -> None:
     from torch.cuda._utils import _get_device_index as index
 
     def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
-        return nested_stats(index(device, optional=True)) if torch.cuda.is_initialized() else {}  # type: ignore[no-untyped-call]
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return nested_stats(index(device, optional=True)) if started else {}
 
     def reset_peak_memory_stats(device: Any = None) -> None:
         _core.global_reset(index(device, optional=True))
