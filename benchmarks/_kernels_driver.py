@@ -35,6 +35,10 @@ def main() -> None:
             if width in (48, 128, 2048):
                 loss = loss + ops.rms_norm(a, residual=r, weight=w)[0].float().sum()
             loss.backward()
+    heads = torch.randn(2, 33, 4, 128, device="cuda").to(torch.bfloat16).requires_grad_()
+    scale = torch.ones(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    table = torch.randn(33, 128, device="cuda").to(torch.bfloat16)
+    ops.head_norm_rope(heads, scale, table, table).float().sum().backward()
     images = torch.randint(0, 256, (2, 28, 56, 3), dtype=torch.uint8, device="cuda")
     ops.image_to_half(images)
     ops.image_to_half(images[:, :8, :1].contiguous())
@@ -46,9 +50,11 @@ def main() -> None:
             pixels = torch.randn(2 * size[0] * size[1] * 3, device="cuda").to(torch.bfloat16).requires_grad_()
             t = ops.patch_table([size] * 2, patch, planar=not last).cuda()
             mask = torch.arange(t.shape[0], device="cuda") % 3 != 0
-            ops.masked_unfold(pixels, t, patch=patch, mask=mask, last=last).float().sum().backward()
+            ops.masked_unfold(
+                pixels, t, patch=patch, mask=mask, last=last, planar=not last
+            ).float().sum().backward()
             raw = torch.randint(0, 256, (pixels.numel(),), dtype=torch.uint8, device="cuda")
-            ops.masked_unfold(raw, t, patch=patch, last=last)
+            ops.masked_unfold(raw, t, patch=patch, last=last, planar=not last)
     for dtype, masters in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
         params = [torch.nn.Parameter(torch.randn(n, device="cuda").to(dtype)) for n in (3, 16384, 40001)]
         optimizer = FusedAdamW(params, max_grad_norm=1.0, master_weights=masters, state_dtype=torch.float32)

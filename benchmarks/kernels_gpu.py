@@ -27,7 +27,8 @@ from loongforge_fuse.kernels import launcher
 from loongforge_fuse.kernels.catalog import BACKWARD_CHOICES, FORWARD_CHOICES, NORMS
 from loongforge_fuse.ops import norm as norm_ops
 from loongforge_fuse.ops.adamw import FusedAdamW
-from loongforge_fuse.ops.norm import RowPlan
+from loongforge_fuse.ops.elementwise import elementwise_spec
+from loongforge_fuse.ops.norm_plan import RowPlan
 
 BF16 = torch.bfloat16
 L2_BYTES = 64 * 2**20
@@ -78,7 +79,7 @@ def host_time(call: Call, repetitions: int, inner: int = 200) -> list[float]:
 def rotating(make: Callable[[], tuple[Call, int]]) -> tuple[list[Call], int]:
     """Make calls on separate buffers until they exceed the L2 cache four times over."""
     calls, total, size = [], 0, 0
-    while total < 4 * L2_BYTES or len(calls) < 4:
+    while total < 4 * L2_BYTES or len(calls) < 2:
         call, size = make()
         calls.append(call)
         total += size
@@ -200,7 +201,7 @@ def bandwidth_cases(scale: int) -> dict[str, Callable[[], tuple[Call, int]]]:
             t = ops.patch_table([(side, side)] * images, patch, planar=planar).cuda()
             out = t.shape[0] * (-(-patch * patch * 3 // 8) * 8)
             moved = count * x.element_size() + 2 * out
-            return lambda: ops.masked_unfold(x, t, patch=patch, last=not planar), moved
+            return lambda: ops.masked_unfold(x, t, patch=patch, last=not planar, planar=planar), moved
 
         return make
 
@@ -214,17 +215,32 @@ def bandwidth_cases(scale: int) -> dict[str, Callable[[], tuple[Call, int]]]:
             g, t, None, 14, False, count, BF16
         ), 6 * count
 
+    def rope() -> tuple[Call, int]:
+        x, w = bf(16, rows // 16, 16, 128), bf(128)
+        cos, sin = bf(rows // 16, 128), bf(rows // 16, 128)
+        return lambda: ops.head_norm_rope(x, w, cos, sin), 4 * n
+
+    def rope_back(columns: bool) -> Callable[[], tuple[Call, int]]:
+        def make() -> tuple[Call, int]:
+            x, w, g = bf(16, rows // 16, 16, 128), bf(128), bf(16, rows // 16, 16, 128)
+            cos, sin = bf(rows // 16, 128), bf(rows // 16, 128)
+            back = torch.ops.loongforge.head_norm_rope_backward
+            return lambda: back(g, x, w, cos, sin, 1e-6, columns), 6 * n
+
+        return make
+
     def adamw(state: torch.dtype, masters: bool) -> Callable[[], tuple[Call, int]]:
         def make() -> tuple[Call, int]:
-            p = torch.nn.Parameter(bf(rows, 2048))
-            p.grad = bf(rows, 2048)
+            # A model's worth of elements: the two small launches in front do not count then.
+            p = torch.nn.Parameter(bf(8 * rows, 2048))
+            p.grad = bf(8 * rows, 2048)
             optimizer = FusedAdamW([p], state_dtype=state, master_weights=masters)
             optimizer.step()
             size = 2 if state == BF16 else 4
             each = (
                 2 + (2 + 2 if not masters else 2 + 8) + 2 * 2 * size + 2
             )  # the norm reads gradients once more
-            return optimizer.step, each * n
+            return optimizer.step, each * 8 * n
 
         return make
 
@@ -235,6 +251,8 @@ def bandwidth_cases(scale: int) -> dict[str, Callable[[], tuple[Call, int]]]:
         "masked_unfold 14 u8": unfold(14, torch.uint8, planar=False),
         "masked_unfold 16 u8": unfold(16, torch.uint8, planar=False),
         "masked_unfold 14 bf16 planar": unfold(14, BF16, planar=True), "masked_unfold backward": unfold_back,
+        "head_norm_rope": rope, "head_norm_rope backward": rope_back(columns=True),
+        "head_norm_rope backward frozen": rope_back(columns=False),
         "adamw bf16 state": adamw(BF16, masters=False), "adamw f32 state": adamw(torch.float32,
         masters=False), "adamw f32 master": adamw(torch.float32, masters=True),
     }  # fmt: skip
@@ -288,6 +306,7 @@ def norm_cases(width: int, rows: int, *, layer: bool, gain: str) -> dict[str, Ca
 
 def measure_bandwidth(run: Run) -> None:
     """Every kernel at 64 MB and above."""
+    run.copy_bandwidth(2**28)
     worst: dict[str, float] = {}
     for name, make in bandwidth_cases(1).items():
         with run.part(name):
@@ -301,33 +320,34 @@ def measure_bandwidth(run: Run) -> None:
 
 def measure_choices(run: Run) -> None:
     """Ways to spread rows over threads, for the plan tables."""
-    for (width, threads, vectors, block), residual in itertools.product(FORWARD_CHOICES, (False, True)):
-        plan = RowPlan(threads=threads, vectors=vectors, block=block)
-        choice(run, width, plan, "forward", residual=residual)
-    for width, threads, vectors, pace in BACKWARD_CHOICES:
-        for blocks in (1, 2, 4, 8, 16):
-            plan = RowPlan(threads=threads, vectors=vectors, block=threads, pace=pace)
-            choice(run, width, plan, "backward", blocks=blocks)
+    for (width, threads, vectors, ahead), residual in itertools.product(FORWARD_CHOICES, (False, True)):
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, ahead=ahead)
+        for blocks in (2, 4, 8) if ahead else (4,):
+            choice(run, width, plan, " residual" if residual else "", blocks=blocks)
+    for width, threads, vectors, limit in BACKWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, max_registers=limit)
+        for blocks, suffix in itertools.product((2, 3, 4, 6, 8), (" backward", " backward frozen")):
+            choice(run, width, plan, suffix, blocks=blocks)
 
 
-def choice(run: Run, width: int, plan: RowPlan, way: str, *, residual: bool = False, blocks: int = 4) -> None:
+def choice(run: Run, width: int, plan: RowPlan, suffix: str, *, blocks: int) -> None:
     """Measure one row plan on the first norm of a width."""
     layer, gain, _ = NORMS[width][-1 if width == 2048 else 0]
-    saved = norm_ops.forward_plan, norm_ops.backward_plan, norm_ops._blocks_wanted
-    norm_ops.forward_plan = norm_ops.backward_plan = lambda _: plan
+    wanted = norm_ops.blocks_wanted
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    norm_ops._blocks_wanted = lambda _: blocks * processors
-    name = f"{width} {'layer' if layer else 'rms'} {gain} t{plan.threads} v{plan.vectors} b{plan.block}"
-    name += f" pace{plan.pace} x{blocks}" if way == "backward" else (" residual" if residual else "")
-    suffix = " backward" if way == "backward" else (" residual" if residual else "")
+    norm_ops.forward_plans[width] = plan
+    norm_ops.backward_plans[width, True] = norm_ops.backward_plans[width, False] = plan
+    norm_ops.blocks_wanted = lambda _: blocks * processors
+    name = f"{'layer' if layer else 'rms'}_norm {gain} {width}{suffix}"
+    detail = f"t{plan.threads} v{plan.vectors} ahead{int(plan.ahead)} r{plan.max_registers} x{blocks}"
     try:
-        with run.part("choice " + name):
-            rows = 2**25 // width
-            cases = norm_cases(width, rows, layer=layer, gain=gain)
-            make = cases[f"{'layer' if layer else 'rms'}_norm {gain} {width}{suffix}"]
-            run.bandwidth("choice " + way + " " + name, make)
+        with run.part(f"choice {name} {detail}"):
+            case = norm_cases(width, 2**25 // width, layer=layer, gain=gain)[name]
+            run.bandwidth(f"choice {name} {detail}", case)
     finally:
-        norm_ops.forward_plan, norm_ops.backward_plan, norm_ops._blocks_wanted = saved
+        norm_ops.forward_plans.clear()
+        norm_ops.backward_plans.clear()
+        norm_ops.blocks_wanted = wanted
 
 
 def measure_model_shapes(run: Run) -> None:
@@ -360,7 +380,7 @@ def measure_model_shapes(run: Run) -> None:
 def measure_calls(run: Run) -> None:
     """Host cost: a bare launch, and whole operators beside torch operators of the same kind."""
     x, y = bf(1024), bf(1024)
-    spec = ops.elementwise.elementwise_spec("silu_mul_forward", x="bf16", vector=True)
+    spec = elementwise_spec("silu_mul_forward", x="bf16", vector=True)
     function = launcher.function(spec, 0)
     at = (x.data_ptr(), y.data_ptr(), y.data_ptr(), x.numel())
     stream = torch.cuda.current_stream().cuda_stream
@@ -371,6 +391,9 @@ def measure_calls(run: Run) -> None:
         "gelu_tanh": (lambda: ops.gelu_tanh(x), lambda: F.gelu(x, approximate="tanh")),
         "silu_mul": (lambda: ops.silu_mul(x, y), lambda: torch.mul(x, y)),
         "rms_norm": (lambda: ops.rms_norm(rows, weight=w), lambda: F.rms_norm(rows, (2048,), w)),
+        "residual+rms_norm": (
+            lambda: ops.rms_norm(rows, residual=rows, weight=w), lambda: F.rms_norm(rows + rows, (2048,), w)
+        ),
         "layer_norm": (
             lambda: ops.layer_norm_modulate(rows, weight=w, bias=w), lambda: F.layer_norm(rows, (2048,), w, w)
         ),
@@ -423,9 +446,9 @@ def main() -> None:
         with run.part("calls"):
             measure_calls(run)
         measure_bandwidth(run)
-        measure_model_shapes(run)
         if arguments.choices:
             measure_choices(run)
+        measure_model_shapes(run)
     counters = ops.op_counters()["fallbacks"]
     run.notes += [f"fallback {reason}: {count}" for reason, count in counters.items()]
     outcome = _common.result(

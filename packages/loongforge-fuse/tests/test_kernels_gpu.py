@@ -120,6 +120,26 @@ def test_rms_norm_is_as_exact_as_eager(width):
     no_fallback()
 
 
+def eager_head_norm_rope(x, w, cos, sin):
+    wide = x if x.dtype == torch.float64 else x.float()
+    y = w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    low, high = y.chunk(2, -1)
+    return y * cos[:, None].to(x.dtype) + torch.cat((-high, low), -1) * sin[:, None].to(x.dtype)
+
+
+@pytest.mark.parametrize("width", [16, 128])
+def test_head_norm_rope_is_as_exact_as_eager(width):
+    angles = torch.rand(220, width // 2, device="cuda") * 200
+    angles = torch.cat((angles, angles), -1)
+    cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
+    compare(
+        lambda a, w: ops.head_norm_rope(a, w, cos, sin),
+        lambda a, w: eager_head_norm_rope(a, w, cos, sin),
+        [randn(4, 220, 16, width), randn(width)],
+    )
+    no_fallback()
+
+
 def test_autocast_mixture_takes_float32_rows_and_returns_half():
     x, r, w = randn(8, 51, 1536, dtype=torch.float32), randn(8, 51, 1536), randn(1536, dtype=torch.float32)
     b = randn(1536, dtype=torch.float32)
@@ -173,7 +193,7 @@ def test_cast_scale_equals_torch_bit_for_bit_and_counts_bad_values(source, targe
     no_fallback()
 
 
-@pytest.mark.parametrize("size", [(252, 252), (256, 340), (8, 1), (16, 16), (480, 640)])
+@pytest.mark.parametrize("size", [(252, 252), (256, 340), (4, 1), (16, 16), (480, 640)])
 def test_image_to_half_matches_the_reference(size):
     image = torch.randint(0, 256, (3, *size, 3), dtype=torch.uint8, device="cuda")
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -211,6 +231,10 @@ def test_unfold_of_mixed_sizes_matches_the_reference_and_its_backward(patch, las
     mask = torch.rand(10 + 3 + 16) > 0.3
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8)
     table = ops.patch_table(sizes, patch, planar=False)
+    other = ops.patch_table(sizes, patch, planar=True)
+    rows = ops.masked_unfold(raw.cuda(), other.cuda(), patch=patch, last=last, planar=True)
+    truth = ops.masked_unfold(raw, other, patch=patch, last=last, planar=True)
+    assert float((rows.cpu().float() - truth.float()).abs().max()) <= 2**-8
     rows = ops.masked_unfold(raw.cuda(), table.cuda(), patch=patch, mask=mask.cuda(), last=last)
     truth = ops.masked_unfold(raw, table, patch=patch, mask=mask, last=last)
     assert float((rows.cpu().float() - truth.float()).abs().max()) <= 2**-8
@@ -261,8 +285,9 @@ def test_adamw_follows_torch_over_twenty_steps(dtype, state):
         b.step()
         assert abs(float(a.grad_norm) / float(norm) - 1) < 1e-4
     for p, q in zip(ours, wide, strict=True):
-        # bf16 weights round each of 20 steps of 1e-3; fp32 must follow closely.
-        assert error(p.detach(), q.detach()) < (1e-5 if dtype == torch.float32 else 1e-2)
+        # bf16 weights round each of 20 steps by up to half a unit in the last place.
+        allowed = 1e-5 if dtype == torch.float32 else 20 * 2**-9
+        assert error(p.detach(), q.detach()) < allowed
     no_fallback()
 
 
@@ -377,7 +402,7 @@ def test_first_use_of_a_kernel_inside_a_capture_is_legal():
     from loongforge_fuse.ops import elementwise
 
     launcher._functions.clear()
-    elementwise._function.cache_clear()
+    elementwise._gelu_calls.clear()
     x = randn(4096)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -433,7 +458,7 @@ def test_compiled_code_calls_the_kernels():
 
     got = torch.compile(work, fullgraph=True)(x)
     got.float().sum().backward()
-    assert used("norm") >= 1
+    assert used("norm_forward") >= 1
     assert error(got.detach(), work(x.detach()).double()) < 1e-2
     no_fallback()
 
@@ -535,5 +560,5 @@ def test_ten_thousand_random_shapes_strides_and_alignments():
             close(y, want.to(dtype), dtype, label)
     counters = ops.op_counters()
     assert sum(counters["launches"].values()) > 6_000, counters
-    allowed = ("multiple of 8", "16 bytes", "16-byte")
+    allowed = ("multiple of 8", "16-byte")
     assert all(any(a in reason for a in allowed) for reason in counters["fallbacks"]), counters["fallbacks"]

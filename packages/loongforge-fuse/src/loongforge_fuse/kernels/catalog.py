@@ -13,6 +13,7 @@ from loongforge_fuse.kernels.specs import KernelSpec
 HALVES = ("bf16", "f16")
 FLOATS = ("bf16", "f16", "f32")
 _LAYER, _RMS = (True, "scale", True), (False, "scale", False)
+_PLAIN_RMS = (False, "none", False)
 _MODULATE, _BARE = (True, "modulate", True), (True, "none", False)
 # Row widths and the norms met at each: heads and the tiny configuration, action head, vision, language,
 # connector.
@@ -24,7 +25,7 @@ NORMS = {
     1024: (_LAYER, _RMS),
     1152: (_LAYER,),
     1536: (_LAYER, _MODULATE, _BARE),
-    2048: (_LAYER, _RMS),
+    2048: (_LAYER, _MODULATE, _PLAIN_RMS, _RMS),
     4608: (_LAYER,),
 }
 # x, residual, table and result types: all the same, or the mixtures of an autocast region.
@@ -55,7 +56,7 @@ def elementwise_kernels() -> Iterator[KernelSpec]:
 
 def norm_kernels() -> Iterator[KernelSpec]:
     """Variants of the norms for the widths of the models."""
-    from loongforge_fuse.ops.norm import (
+    from loongforge_fuse.ops.norm_plan import (
         backward_plan,
         backward_spec,
         column_spec,
@@ -65,19 +66,21 @@ def norm_kernels() -> Iterator[KernelSpec]:
 
     yield column_spec()
     for width, norms in NORMS.items():
-        forward, backward = forward_plan(width), backward_plan(width)
-        if forward is None or backward is None:
-            continue
+        plan = forward_plan(width)
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
             for residual in (False, True):
+                if plan is None:
+                    continue
                 yield forward_spec(
-                    forward, layer=layer, x=x, r=r, w=w, y=y, gain=gain, offset=offset, residual=residual
+                    plan, width, layer=layer, x=x, r=r, w=w, y=y, gain=gain, offset=offset, residual=residual
                 )
             for carry, columns in product((False, True), (False, True)):
-                if columns and gain == "none":
+                back = backward_plan(width, columns=columns)
+                if back is None or (columns and gain == "none"):
                     continue
                 yield backward_spec(
-                    backward,
+                    back,
+                    width,
                     layer=layer,
                     x=x,
                     w=w,
@@ -107,15 +110,16 @@ def image_kernels() -> Iterator[KernelSpec]:
     from loongforge_fuse.ops.patches import rows_backward_spec, rows_spec
 
     for y in FLOATS:
-        for pixels in (8, 16):
-            yield planes_spec(y, pixels)
-        for vector in (True, False):
-            yield table_spec(y, vector=vector)
+        yield planes_spec(y, 4)
+        for channels, vector in product((1, 3, 4), (True, False)):
+            yield table_spec(y, channels, vector=vector)
     for patch, last, masked in product((14, 16), (True, False), (True, False)):
-        for y in FLOATS:
-            yield rows_spec("u8", y, patch, last=last, masked=masked)
-            yield rows_spec(y, y, patch, last=last, masked=masked)
-            yield rows_backward_spec(y, y, patch, last=last, masked=masked)
+        for y in ("bf16", "f32"):
+            for planar in (False, True):
+                form = {"last": last, "planar": planar, "masked": masked}
+                yield rows_spec("u8", y, patch, **form)
+                yield rows_spec(y, y, patch, **form)
+                yield rows_backward_spec(y, y, patch, **form)
 
 
 def optimizer_kernels() -> Iterator[KernelSpec]:
@@ -136,53 +140,54 @@ def optimizer_kernels() -> Iterator[KernelSpec]:
     yield update_spec("bf16", "bf16", "bf16", master=True)
 
 
-# (width, threads, vectors, block): ways to spread a forward row, to choose from by measurement.
+def rope_kernels() -> Iterator[KernelSpec]:
+    """Variants of the per-head norm with rotation: model, autocast and full precision."""
+    from loongforge_fuse.ops.rope import rope_backward_spec, rope_spec
+
+    for width, (x, w, c) in product(
+        (16, 128), (("bf16", "bf16", "bf16"), ("bf16", "f32", "bf16"), ("f32", "f32", "f32"))
+    ):
+        yield rope_spec(x, w, c, width)
+        for columns in (False, True):
+            yield rope_backward_spec(x, w, c, width, columns=columns)
+
+
+# (width, threads, vectors, ahead): ways to spread a forward row, to choose from by measurement.
 FORWARD_CHOICES = (
-    *((2048, t, v, b) for t, v in ((32, 8), (64, 4), (128, 2), (256, 1)) for b in (128, 256) if t <= b),
-    *((1536, t, v, b) for t, v, b in ((32, 6, 128), (32, 6, 256), (64, 3, 256), (96, 2, 96), (192, 1, 192))),
-    *((1152, t, v, b) for t, v, b in ((32, 5, 128), (32, 5, 256), (64, 3, 256), (160, 1, 160))),
+    *((2048, t, v, a) for t, v in ((128, 2), (256, 1)) for a in (False, True)),
+    *((1536, t, v, a) for t, v in ((96, 2), (192, 1)) for a in (False, True)),
+    *((1152, t, v, a) for t, v in ((96, 2), (160, 1)) for a in (False, True)),
 )
-# (width, threads, vectors, pace): the same for the backward pass.
+# (width, threads, vectors, register limit): the same for the backward pass.
 BACKWARD_CHOICES = (
-    *(
-        (2048, t, v, p)
-        for t, v, p in ((256, 1, 1), (256, 1, 2), (256, 1, 4), (128, 2, 1), (128, 2, 2), (64, 4, 1))
-    ),
-    *((1536, t, v, p) for t, v, p in ((192, 1, 1), (192, 1, 2), (192, 1, 4), (96, 2, 1), (96, 2, 2))),
-    *((1152, t, v, p) for t, v, p in ((160, 1, 1), (160, 1, 2), (160, 1, 4), (96, 2, 1))),
+    *((2048, t, v, m) for t, v, m in ((256, 1, 0), (256, 1, 80), (256, 1, 64), (128, 2, 0), (128, 2, 128))),
+    *((1536, t, v, m) for t, v, m in ((192, 1, 0), (192, 1, 80), (96, 2, 0))),
+    *((1152, t, v, m) for t, v, m in ((160, 1, 0), (160, 1, 80))),
 )
 
 
 def tuning_kernels() -> Iterator[KernelSpec]:
     """Candidates the benchmark chooses row plans from; not part of what is shipped."""
-    from loongforge_fuse.ops.norm import RowPlan, backward_spec, forward_spec
+    from loongforge_fuse.ops.norm_plan import RowPlan, backward_spec, forward_spec
 
-    for width, threads, vectors, block in FORWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=block)
-        for layer, gain, offset in NORMS[width]:
-            for residual in (False, True):
-                yield forward_spec(
-                    plan, layer=layer, **_types("bf16"), gain=gain, offset=offset, residual=residual
-                )
-    for width, threads, vectors, pace in BACKWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, pace=pace)
-        for layer, gain, offset in NORMS[width]:
-            for columns in (False, True) if gain != "none" else (False,):
-                yield backward_spec(
-                    plan,
-                    layer=layer,
-                    x="bf16",
-                    w="bf16",
-                    y="bf16",
-                    gain=gain,
-                    columns=columns,
-                    offset=offset,
-                    carry=False,
-                )
+    same = dict.fromkeys("xwy", "bf16")
+    for width, threads, vectors, ahead in FORWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, ahead=ahead)
+        layer, gain, offset = NORMS[width][-1 if width == 2048 else 0]
+        for residual in (False, True):
+            yield forward_spec(
+                plan, width, layer=layer, **same, r="bf16", gain=gain, offset=offset, residual=residual
+            )
+    for width, threads, vectors, limit in BACKWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, max_registers=limit)
+        layer, gain, offset = NORMS[width][-1 if width == 2048 else 0]
+        for columns in (False, True):
+            yield backward_spec(
+                plan, width, layer=layer, **same, gain=gain, columns=columns, offset=offset, carry=False
+            )
+    from loongforge_fuse.ops.image import planes_spec
 
-
-def _types(code: str) -> dict[str, str]:
-    return dict.fromkeys("xrwy", code)
+    yield planes_spec("bf16", 8)
 
 
 FAMILIES = {
@@ -190,9 +195,10 @@ FAMILIES = {
     "norm": norm_kernels,
     "image": image_kernels,
     "optimizer": optimizer_kernels,
+    "rope": rope_kernels,
     "tuning": tuning_kernels,
 }
-SHIPPED = ("elementwise", "norm", "image", "optimizer")
+SHIPPED = ("elementwise", "norm", "image", "optimizer", "rope")
 
 
 def catalog(family: str | None = None) -> tuple[KernelSpec, ...]:

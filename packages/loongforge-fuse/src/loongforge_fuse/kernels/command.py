@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -81,11 +82,12 @@ def _outcome(task: tuple[KernelSpec, str]) -> tuple[KernelSpec, str, CompiledKer
 
 def _compiled(
     tasks: list[tuple[KernelSpec, str]], jobs: int
-) -> list[tuple[KernelSpec, str, CompiledKernel | str]]:
+) -> Iterator[tuple[KernelSpec, str, CompiledKernel | str]]:
     if jobs <= 1:
-        return [_outcome(task) for task in tasks]
+        yield from map(_outcome, tasks)
+        return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_outcome, tasks, chunksize=8))
+        yield from pool.map(_outcome, tasks, chunksize=8)
 
 
 def _line(kernel: CompiledKernel) -> str:

@@ -84,7 +84,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
         raise ValueError(message)
     try:
         ptx = _ptx(spec, (int(match[1]), int(match[2])))
-        cubin, log = _link(ptx, arch)
+        cubin, log = _link(ptx, arch, spec.max_registers)
     except Exception as error:  # the tools raise many types; the caller needs one
         message = f"kernel {spec.name} does not compile for {arch}: {type(error).__name__}: {error}"
         raise KernelCompileError(message) from error
@@ -111,10 +111,11 @@ def _ptx(spec: KernelSpec, capability: tuple[int, int]) -> str:
     return str(ptx).replace(entry[1], spec.name)
 
 
-def _link(ptx: str, arch: str) -> tuple[bytes, str]:
+def _link(ptx: str, arch: str, max_registers: int) -> tuple[bytes, str]:
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=arch, verbose=True))
+    options = LinkerOptions(arch=arch, verbose=True, max_register_count=max_registers or None)
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
     code = linker.link("cubin").code
     return bytes(code), linker.get_info_log()
 

@@ -1,7 +1,8 @@
 """The CUDA driver by ctypes: load a cubin once per device, launch it with a packed argument block.
 
-A launch packs the launch configuration and all arguments with one ``struct.pack_into`` and makes one foreign
-call with four ready-made pointers. It neither imports numba nor creates objects per argument.
+A launch goes through the launcher inside torch where this version of torch has one; else it packs the launch
+configuration and all arguments with one ``struct.pack_into`` and makes one foreign call with four ready-made
+pointers. Neither way imports numba or creates objects per argument.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import cache
 from threading import Lock
 from typing import Final
 
+import torch
+
 _SUCCESS: Final = 0
 _INVALID_CONTEXT: Final = 201
 _CAPTURE_RELAXED: Final = 2
@@ -19,6 +22,11 @@ _MAX_DYNAMIC_SHARED: Final = 8
 _ARGUMENTS_AT: Final = 64  # the launch configuration takes 56 bytes in front of the arguments
 _CONFIG: Final = "@IIIIIIIxxxxPPIxxxx"
 _SIZES: Final = {"P": 8, "q": 8, "i": 4, "f": 4}
+_Arguments = tuple[int | float, ...]
+# Private parts of torch without a public equivalent of the same cost; each is optional.
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001
+_current_device = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001
+_static_launcher = getattr(torch._C, "_StaticCudaLauncher", None)  # noqa: SLF001
 
 
 class DriverError(RuntimeError):
@@ -72,15 +80,45 @@ class Function:
         arguments: one letter per argument, see :class:`~loongforge_fuse.kernels.specs.KernelSpec`.
         block: threads per block of every launch.
         device: device ordinal.
+
+    Attributes:
+        label: name under which launches are counted.
+        launches: number of launches from Python; replays of a CUDA graph do not pass here.
     """
 
-    def __init__(self, *, cubin: bytes, symbol: str, arguments: str, block: int, device: int) -> None:
+    def __init__(
+        self, *, cubin: bytes, symbol: str, arguments: str, block: int, device: int, label: str = ""
+    ) -> None:
+        self.label, self.launches = label or symbol, 0
         self._symbol, self._block, self._device = symbol, block, device
         self._layout, self._positions, self._size = _layout(arguments)
         self._pack = self._layout.pack_into
         self._free: list[tuple[ctypes.Array[ctypes.c_char], ctypes.c_void_p, ctypes.c_void_p, object]] = []
         self._launch = _library().cuLaunchKernelEx
         self._handle = self._load(cubin)
+        native = _static_launcher if block % 32 == 0 else None
+        self._native = getattr(native, "_launch_kernel", None)
+        self._types = arguments.replace("P", "l").replace("q", "l")
+        self._address, self._warps = int(self._handle.value or 0), block // 32
+
+    def run(self, grid_x: int, grid_y: int, arguments: _Arguments) -> None:
+        """Queue the kernel on torch's current stream of the function's device, with that device current.
+
+        The caller keeps every buffer alive as torch does: the caching allocator knows the current stream.
+        """
+        if _current_device is None or _current_stream is None:
+            message = "this build of torch has no CUDA support"
+            raise DriverError(message)
+        if _current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self.run(grid_x, grid_y, arguments)
+            return
+        self.launches += 1
+        stream = _current_stream(self._device)
+        if self._native is None:
+            self.launch(grid_x, grid_y, stream, *arguments)
+            return
+        self._native(self._address, grid_x, grid_y, 1, self._warps, 0, self._types, arguments, stream)
 
     def _load(self, cubin: bytes) -> ctypes.c_void_p:
         library = _library()
@@ -155,8 +193,6 @@ def architecture(device: int) -> str:
     """Return the device's architecture, such as ``"sm_90"``."""
     with _architecture_lock:
         if device not in _architectures:
-            import torch
-
             major, minor = torch.cuda.get_device_capability(device)
             _architectures[device] = f"sm_{major}{minor}"
         return _architectures[device]

@@ -40,7 +40,12 @@ def function(spec: KernelSpec, device: int) -> driver.Function:
         try:
             code = store.find(spec, arch) or _compile(spec, arch)
             loaded = driver.Function(
-                cubin=code, symbol=spec.name, arguments=spec.arguments, block=spec.block, device=device
+                cubin=code,
+                symbol=spec.name,
+                arguments=spec.arguments,
+                block=spec.block,
+                device=device,
+                label=spec.maker,
             )
         except (KernelUnavailableError, driver.DriverError) as error:
             _refused[key] = str(error)
@@ -66,6 +71,21 @@ def _compile(spec: KernelSpec, arch: str) -> bytes:
     with suppress(OSError):  # a read-only home costs a compile per process, not the run
         store.save(kernel, store.user_cache())
     return kernel.cubin
+
+
+def launch_counts() -> dict[str, int]:
+    """Return the number of launches by kernel maker."""
+    counts: dict[str, int] = {}
+    for loaded in tuple(_functions.values()):
+        if loaded.launches:
+            counts[loaded.label] = counts.get(loaded.label, 0) + loaded.launches
+    return counts
+
+
+def reset_launch_counts() -> None:
+    """Set the number of launches of every kernel to zero."""
+    for loaded in tuple(_functions.values()):
+        loaded.launches = 0
 
 
 def loaded_kernels() -> tuple[str, ...]:

@@ -9,13 +9,15 @@ from loongforge_fuse.ops._common import op_counters, reset_op_counters
 from loongforge_fuse.ops.dropout import dropout_residual, philox_counter, philox_next, series_probability
 from loongforge_fuse.ops.elementwise import cast_scale, gelu_tanh, silu_mul
 from loongforge_fuse.ops.image import image_table, image_table_to_half, image_to_half
-from loongforge_fuse.ops.norm import layer_norm_modulate, rms_norm
+from loongforge_fuse.ops.normalize import layer_norm_modulate, rms_norm
 from loongforge_fuse.ops.patches import masked_patch_embed, masked_unfold, patch_table
+from loongforge_fuse.ops.rope import head_norm_rope
 
 __all__ = [
     "cast_scale",
     "dropout_residual",
     "gelu_tanh",
+    "head_norm_rope",
     "image_table",
     "image_table_to_half",
     "image_to_half",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,28 +17,25 @@ LIBRARY: Final = torch.library.Library("loongforge", "DEF")  # type: ignore[no-u
 CODES: Final = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 BLOCK: Final = 256
 
-_launches: Counter[str] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # noqa: SLF001 - no public raw getter
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # noqa: SLF001
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - no public way to ask
 _functorch = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
 def op_counters() -> dict[str, dict[str, int]]:
-    """Return how often each operator launched its kernel, and how often it fell back to torch and why.
+    """Return how often each kernel was launched, and how often an operator fell back to torch and why.
 
     Replays of a CUDA graph are not counted: they do not pass through Python.
     """
     return {
-        "launches": dict(_launches),
+        "launches": launcher.launch_counts(),
         "fallbacks": {f"{name}: {reason}": count for (name, reason), count in _fallbacks.items()},
     }
 
 
 def reset_op_counters() -> None:
     """Set all counters to zero."""
-    _launches.clear()
+    launcher.reset_launch_counts()
     _fallbacks.clear()
 
 
@@ -47,24 +44,21 @@ def fell_back(name: str, reason: str) -> None:
     _fallbacks[name, reason] += 1
 
 
-def launch(
-    name: str, function: Function, device: int, grid: tuple[int, int], *arguments: int | float
-) -> None:
-    """Queue a kernel on torch's current stream of `device`, with that device current."""
-    if _current_stream is None or _current_device is None:
-        message = "this build of torch has no CUDA support"
-        raise launcher.KernelUnavailableError(message)
-    if _current_device() != device:
-        with torch.cuda.device(device):
-            function.launch(grid[0], grid[1], _current_stream(device), *arguments)
-    else:
-        function.launch(grid[0], grid[1], _current_stream(device), *arguments)
-    _launches[name] += 1
-
-
 def kernel(spec: KernelSpec, device: int) -> Function:
     """Return the loaded kernel; see :func:`loongforge_fuse.kernels.launcher.function`."""
     return launcher.function(spec, device)
+
+
+def resolve(
+    name: str, cache: dict[Hashable, Function], key: Hashable, spec: KernelSpec, device: int
+) -> Function | None:
+    """Load a kernel and put it into an operator's cache; None, and counted, when there is none."""
+    try:
+        found = cache[key] = launcher.function(spec, device)
+    except launcher.KernelUnavailableError as error:
+        fell_back(name, str(error))
+        return None
+    return found
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -72,10 +66,10 @@ def aligned(*tensors: Tensor) -> bool:
     return not any(t.data_ptr() & 15 for t in tensors)
 
 
-def vector_grid(count: int, vector: bool) -> tuple[int, int]:  # noqa: FBT001 - one flag, clear at the call
-    """Return the grid of an elementwise kernel over `count` elements."""
-    threads = (count >> 3) + (count & 7) if vector else count
-    return -(-threads // BLOCK), 1
+def vector_blocks(count: int, misaligned: int) -> int:
+    """Return the blocks of an elementwise kernel over `count` elements: a thread for 8 of them, or for 1."""
+    threads = count if misaligned else (count >> 3) + (count & 7)
+    return (threads + BLOCK - 1) >> 8
 
 
 def plain(*tensors: Tensor | None) -> bool:
@@ -121,6 +115,11 @@ def define(
     return f"loongforge::{name}"
 
 
+def register_derivative(qualified: str, *, setup_context: SetupContext, backward: Backward) -> None:
+    """Register the derivative of an operator."""
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
+
+
 def differentiable(
     qualified: str,
     *,
@@ -129,7 +128,7 @@ def differentiable(
     backward: Backward,
 ) -> Callable[..., Any]:
     """Register the derivative and return the same pair as an autograd function for the eager fast path."""
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=LIBRARY)
+    register_derivative(qualified, setup_context=setup_context, backward=backward)
 
     class Fast(torch.autograd.Function):
         @staticmethod

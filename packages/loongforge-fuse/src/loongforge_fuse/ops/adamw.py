@@ -18,7 +18,7 @@ from torch import Tensor
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec, Option
-from loongforge_fuse.ops._common import CODES, fell_back, kernel, launch
+from loongforge_fuse.ops._common import CODES, fell_back, kernel
 
 CHUNK = 16384
 _WORD = 16
@@ -355,13 +355,9 @@ class FusedAdamW(torch.optim.Optimizer):
         for part in tables.launches:
             at = (part.tensors.data_ptr(), part.chunks.data_ptr())
             where = tables.partial.data_ptr() + 4 * part.first_partial
-            launch("adamw_norm", part.norm, index, (part.blocks, 1), *at, where)
+            part.norm.run(part.blocks, 1, (*at, where))
         logs = [math.log(b) if b > 0 else -100.0 for b in (beta1, beta2)]
-        launch(
-            "adamw_prepare",
-            kernel(prepare_spec(), index),
-            index,
-            (1, 1),
+        arguments = (
             tables.partial.data_ptr(),
             sum(part.blocks for part in tables.launches),
             step.data_ptr(),
@@ -373,12 +369,13 @@ class FusedAdamW(torch.optim.Optimizer):
             *logs,
             self.max_grad_norm or 0.0,
         )
+        kernel(prepare_spec(), index).run(1, 1, arguments)
         numbers = (group["eps"], beta1, beta2, 1.0 - beta1, 1.0 - beta2)
         rates, decays = self._hyperparameters(device)
         common = (tables.scalars.data_ptr(), rates.data_ptr(), decays.data_ptr())
         for part in tables.launches:
             at = (part.tensors.data_ptr(), part.chunks.data_ptr())
-            launch("adamw", part.update, index, (part.blocks, 1), *at, *common, *numbers)
+            part.update.run(part.blocks, 1, (*at, *common, *numbers))
         self.grad_norm = tables.norm
 
 

@@ -7,26 +7,29 @@ state of all randomness is the counter tensor: save and load it with the model t
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
-from loongforge_fuse.kernels.launcher import KernelUnavailableError
+from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import reference
 from loongforge_fuse.ops._common import (
     CODES,
     Context,
-    aligned,
     define,
     differentiable,
     fell_back,
-    kernel,
-    launch,
     plain,
-    vector_grid,
+    resolve,
+    vector_blocks,
     wants_grad,
 )
-from loongforge_fuse.ops.elementwise import _checked_key, _function, _like, _refusal
+from loongforge_fuse.ops.elementwise import checked_key, contiguous_like, elementwise_spec, unsupported
+
+_tick_calls: dict[Hashable, Function] = {}
+_dropout_calls: dict[Hashable, Function] = {}
 
 
 def philox_counter(seed: int, device: torch.device | str | int) -> Tensor:
@@ -53,14 +56,12 @@ def _next_reference(counter: Tensor, steps: int) -> Tensor:
 
 
 def _next_cuda(counter: Tensor, steps: int) -> Tensor:
-    key = torch.empty_like(counter)
     device = counter.get_device()
-    try:
-        call = kernel(tick_spec(), device)
-    except KernelUnavailableError as error:
-        fell_back("philox_next", str(error))
+    call = _tick_calls.get(device) or resolve("philox_next", _tick_calls, device, tick_spec(), device)
+    if call is None:
         return _next_reference(counter, steps)
-    launch("philox_next", call, device, (1, 1), counter.data_ptr(), key.data_ptr(), steps)
+    key = torch.empty_like(counter)
+    call.run(1, 1, (counter.data_ptr(), key.data_ptr(), steps))
     return key
 
 
@@ -87,31 +88,35 @@ def philox_next(counter: Tensor, *, steps: int = 1) -> Tensor:
     return torch.ops.loongforge.philox_next(counter, steps)
 
 
+def _dropout_call(key: tuple[int, torch.dtype, torch.dtype, bool, int]) -> Function | None:
+    device, x, y, added, misaligned = key
+    reason = unsupported(x, y)
+    if reason:
+        fell_back("dropout", reason)
+        return None
+    spec = elementwise_spec("dropout_forward", x=CODES[x], r=CODES[y], vector=not misaligned, residual=added)
+    return resolve("dropout", _dropout_calls, key, spec, device)
+
+
 def _dropout_cuda(x: Tensor, residual: Tensor | None, p: float, key: Tensor) -> Tensor:
-    if reason := _refusal(x, residual):
-        fell_back("dropout_residual", reason)
-        return reference.dropout_residual(x, residual, p, key)
     x = x.contiguous()
-    base = None if residual is None else residual.contiguous()
-    y = torch.empty_like(x if base is None else base)
+    at, base = x.data_ptr(), 0
+    if residual is None:
+        kind = x.dtype
+    else:
+        residual, kind = residual.contiguous(), residual.dtype
+        base = residual.data_ptr()
+    odd = (at | base) & 15
+    spot = (x.get_device(), x.dtype, kind, residual is not None, odd)
+    call = _dropout_calls.get(spot) or _dropout_call(spot)
+    if call is None or p >= 1.0:
+        return reference.dropout_residual(x, residual, p, key)
+    y = torch.empty_like(x if residual is None else residual)
     count = x.numel()
     if count:
-        vector, device = aligned(x) and (base is None or aligned(base)), x.get_device()
-        try:
-            call = _function(
-                device,
-                "dropout_forward",
-                ("x", CODES[x.dtype]),
-                ("r", CODES[y.dtype]),
-                ("vector", vector),
-                ("residual", base is not None),
-            )
-        except KernelUnavailableError as error:
-            fell_back("dropout_residual", str(error))
-            return reference.dropout_residual(x, residual, p, key)
-        pointers = (x.data_ptr(), 0 if base is None else base.data_ptr(), y.data_ptr(), key.data_ptr())
-        chance = (reference.threshold_of(p), reference.keep_scale(p))
-        launch("dropout_residual", call, device, vector_grid(count, vector), *pointers, count, *chance)
+        limit, scale = reference.threshold_of(p), reference.keep_scale(p)
+        arguments = (at, base, y.data_ptr(), key.data_ptr(), count, limit, scale)
+        call.run(vector_blocks(count, odd), 1, arguments)
     return y
 
 
@@ -120,30 +125,19 @@ def _backward_reference(grad: Tensor, p: float, key: Tensor, dtype: torch.dtype)
 
 
 def _backward_cuda(grad: Tensor, p: float, key: Tensor, dtype: torch.dtype) -> Tensor:
-    reason = _refusal(grad) or (None if dtype in CODES else f"dtype {dtype}")
-    if reason:
-        fell_back("dropout_backward", reason)
-        return _backward_reference(grad, p, key, dtype)
     grad = grad.contiguous()
+    at = grad.data_ptr()
+    odd = at & 15
+    spot = (grad.get_device(), grad.dtype, dtype, False, odd)
+    call = _dropout_calls.get(spot) or _dropout_call(spot)
+    if call is None or p >= 1.0:
+        return _backward_reference(grad, p, key, dtype)
     dx = torch.empty_like(grad, dtype=dtype)
     count = grad.numel()
     if count:
-        vector, device = aligned(grad), grad.get_device()
-        try:
-            call = _function(
-                device,
-                "dropout_forward",
-                ("x", CODES[grad.dtype]),
-                ("r", CODES[dtype]),
-                ("vector", vector),
-                ("residual", False),
-            )
-        except KernelUnavailableError as error:
-            fell_back("dropout_backward", str(error))
-            return _backward_reference(grad, p, key, dtype)
-        pointers = (grad.data_ptr(), 0, dx.data_ptr(), key.data_ptr())
-        chance = (reference.threshold_of(p), reference.keep_scale(p))
-        launch("dropout_backward", call, device, vector_grid(count, vector), *pointers, count, *chance)
+        limit, scale = reference.threshold_of(p), reference.keep_scale(p)
+        arguments = (at, 0, dx.data_ptr(), key.data_ptr(), count, limit, scale)
+        call.run(vector_blocks(count, odd), 1, arguments)
     return dx
 
 
@@ -151,13 +145,13 @@ _DROPOUT = define(
     "dropout_residual(Tensor x, Tensor? residual, float p, Tensor key) -> Tensor",
     cpu=reference.dropout_residual,
     cuda=_dropout_cuda,
-    fake=lambda x, residual, p, key: _like(x if residual is None else residual),
+    fake=lambda x, residual, p, key: contiguous_like(x if residual is None else residual),
 )
 define(
     "dropout_backward(Tensor grad, float p, Tensor key, ScalarType dtype) -> Tensor",
     cpu=_backward_reference,
     cuda=_backward_cuda,
-    fake=lambda grad, p, key, dtype: _like(grad, dtype),
+    fake=lambda grad, p, key, dtype: contiguous_like(grad, dtype),
 )
 
 
@@ -204,7 +198,7 @@ def dropout_residual(
         found = f"{tuple(x.shape)} and {tuple(residual.shape)}"
         message = f"dropout_residual: x and residual must have one shape, got {found}"
         raise ValueError(message)
-    drawn = _checked_key("dropout_residual", p, key)
+    drawn = checked_key("dropout_residual", p, key)
     if drawn is None:
         return x.clone() if residual is None else residual + x.to(residual.dtype)
     if plain(x, residual):

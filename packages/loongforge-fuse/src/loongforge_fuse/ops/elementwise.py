@@ -1,27 +1,28 @@
-"""Elementwise operators: GELU (tanh) with dropout, gated SiLU, dropout with residual, cast with scale."""
+"""Elementwise operators: GELU (tanh) with dropout, gated SiLU, cast with scale.
+
+The functions that reach the GPU are written for few Python steps: a cache lookup by device, types and
+alignment, one allocation, one launch. Anything unusual leaves that path early.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
-from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import reference
 from loongforge_fuse.ops._common import (
     CODES,
     Context,
-    aligned,
     define,
     differentiable,
     fell_back,
-    kernel,
-    launch,
     plain,
-    vector_grid,
+    resolve,
+    vector_blocks,
     wants_grad,
 )
 
@@ -33,6 +34,12 @@ _ARGUMENTS = {
     "dropout_forward": "PPPPqif",
     "cast_scale": "PPPPqf",
 }
+Cache = dict[Hashable, Function]
+_gelu_calls: Cache = {}
+_gelu_backward_calls: Cache = {}
+_silu_calls: Cache = {}
+_silu_backward_calls: Cache = {}
+_cast_calls: Cache = {}
 
 
 def elementwise_spec(maker: str, **options: str | int | bool) -> KernelSpec:
@@ -42,84 +49,81 @@ def elementwise_spec(maker: str, **options: str | int | bool) -> KernelSpec:
         maker=maker,
         options=options,
         arguments=_ARGUMENTS[maker],
-        vector=bool(options["vector"]),
+        # Converting half to float32 reads 8 bytes a thread.
+        vector=bool(options["vector"]) and (maker != "cast_scale" or options["x"] == "f32"),
     )
 
 
-@cache
-def _function(device: int, maker: str, *options: tuple[str, str | int | bool]) -> Function:
-    return kernel(elementwise_spec(maker, **dict(options)), device)
-
-
-def _refusal(*tensors: Tensor | None) -> str | None:
-    """Return why the kernels cannot take these tensors, or None."""
-    for tensor in tensors:
-        if tensor is not None and tensor.dtype not in CODES:
-            return f"dtype {tensor.dtype}"
+def unsupported(*dtypes: torch.dtype) -> str | None:
+    """Return the first type no kernel takes, as a reason, or None."""
+    for dtype in dtypes:
+        if dtype not in CODES:
+            return f"dtype {dtype}"
     return None
 
 
-def _gelu_cuda(x: Tensor, p: float, key: Tensor | None) -> Tensor:
-    if reason := _refusal(x):
+def _gelu_call(key: tuple[int, torch.dtype, bool, int]) -> Function | None:
+    device, dtype, undropped, misaligned = key
+    reason = unsupported(dtype)
+    if reason:
         fell_back("gelu_tanh", reason)
+        return None
+    code = CODES[dtype]
+    spec = elementwise_spec("gelu_forward", x=code, y=code, vector=not misaligned, dropout=not undropped)
+    return resolve("gelu_tanh", _gelu_calls, key, spec, device)
+
+
+def _gelu_cuda(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+    if not x.is_contiguous():
+        x = x.contiguous()
+    at = x.data_ptr()
+    spot = (x.get_device(), x.dtype, key is None, at & 15)
+    call = _gelu_calls.get(spot) or _gelu_call(spot)
+    if call is None or p >= 1.0:
         return reference.gelu_tanh(x, p, key)
-    x = x.contiguous()
     y = torch.empty_like(x)
     count = x.numel()
     if count:
-        vector = aligned(x)
-        code, device = CODES[x.dtype], x.get_device()
-        try:
-            call = _function(
-                device,
-                "gelu_forward",
-                ("x", code),
-                ("y", code),
-                ("vector", vector),
-                ("dropout", key is not None),
-            )
-        except KernelUnavailableError as error:
-            fell_back("gelu_tanh", str(error))
-            return reference.gelu_tanh(x, p, key)
-        bits = 0 if key is None else key.data_ptr()
-        grid = vector_grid(count, vector)
-        at = (x.data_ptr(), y.data_ptr(), bits, count)
+        blocks = vector_blocks(count, at & 15)
         if key is None:
-            launch("gelu_tanh", call, device, grid, *at, 0, 1.0)
+            call.run(blocks, 1, (at, y.data_ptr(), 0, count, 0, 1.0))
         else:
-            launch("gelu_tanh", call, device, grid, *at, reference.threshold_of(p), reference.keep_scale(p))
+            limit, scale = reference.threshold_of(p), reference.keep_scale(p)
+            call.run(blocks, 1, (at, y.data_ptr(), key.data_ptr(), count, limit, scale))
     return y
 
 
-def _gelu_backward_cuda(grad: Tensor, x: Tensor, p: float, key: Tensor | None) -> Tensor:
-    if reason := _refusal(grad, x):
+def _gelu_backward_call(key: tuple[int, torch.dtype, torch.dtype, bool, int]) -> Function | None:
+    device, x, g, undropped, misaligned = key
+    reason = unsupported(x, g)
+    if reason:
         fell_back("gelu_tanh_backward", reason)
-        return reference.gelu_tanh_backward(grad, x, p, key)
+        return None
+    spec = elementwise_spec(
+        "gelu_backward", x=CODES[x], g=CODES[g], vector=not misaligned, dropout=not undropped
+    )
+    return resolve("gelu_tanh_backward", _gelu_backward_calls, key, spec, device)
+
+
+def _gelu_backward_cuda(grad: Tensor, x: Tensor, p: float, key: Tensor | None) -> Tensor:
     grad, x = grad.contiguous(), x.contiguous()
+    at, slope = x.data_ptr(), grad.data_ptr()
+    odd = (at | slope) & 15
+    spot = (x.get_device(), x.dtype, grad.dtype, key is None, odd)
+    call = _gelu_backward_calls.get(spot) or _gelu_backward_call(spot)
+    if call is None or p >= 1.0:
+        return reference.gelu_tanh_backward(grad, x, p, key)
     dx = torch.empty_like(x)
     count = x.numel()
     if count:
-        vector, device = aligned(x, grad), x.get_device()
-        try:
-            call = _function(
-                device,
-                "gelu_backward",
-                ("x", CODES[x.dtype]),
-                ("g", CODES[grad.dtype]),
-                ("vector", vector),
-                ("dropout", key is not None),
-            )
-        except KernelUnavailableError as error:
-            fell_back("gelu_tanh_backward", str(error))
-            return reference.gelu_tanh_backward(grad, x, p, key)
+        limit, scale = (0, 1.0) if key is None else (reference.threshold_of(p), reference.keep_scale(p))
         bits = 0 if key is None else key.data_ptr()
-        chance = (0, 1.0) if key is None else (reference.threshold_of(p), reference.keep_scale(p))
-        pointers = (x.data_ptr(), grad.data_ptr(), dx.data_ptr(), bits)
-        launch("gelu_tanh_backward", call, device, vector_grid(count, vector), *pointers, count, *chance)
+        call.run(vector_blocks(count, odd), 1, (at, slope, dx.data_ptr(), bits, count, limit, scale))
     return dx
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty contiguous tensor of the shape of x: what every operator returns."""
     return torch.empty_like(x, dtype=dtype or x.dtype, memory_format=torch.contiguous_format)
 
 
@@ -127,13 +131,13 @@ _GELU = define(
     "gelu_tanh(Tensor x, float p, Tensor? key) -> Tensor",
     cpu=reference.gelu_tanh,
     cuda=_gelu_cuda,
-    fake=lambda x, p, key: _like(x),
+    fake=lambda x, p, key: contiguous_like(x),
 )
 define(
     "gelu_tanh_backward(Tensor grad, Tensor x, float p, Tensor? key) -> Tensor",
     cpu=reference.gelu_tanh_backward,
     cuda=_gelu_backward_cuda,
-    fake=lambda grad, x, p, key: _like(x),
+    fake=lambda grad, x, p, key: contiguous_like(x),
 )
 
 
@@ -167,14 +171,18 @@ def gelu_tanh(x: Tensor, *, p: float = 0.0, key: Tensor | None = None) -> Tensor
     Raises:
         ValueError: p is out of range, or p > 0 without a key.
     """
-    key = _checked_key("gelu_tanh", p, key)
+    key = None if p == 0.0 else checked_key("gelu_tanh", p, key)
     if plain(x):
         return _gelu_fast(x, p, key) if wants_grad(x) else _gelu_cuda(x, p, key)
     return torch.ops.loongforge.gelu_tanh(x, p, key)
 
 
-def _checked_key(name: str, p: float, key: Tensor | None) -> Tensor | None:
-    """Return the key to use: None when nothing is dropped."""
+def checked_key(name: str, p: float, key: Tensor | None) -> Tensor | None:
+    """Return the key to use: None when nothing is dropped.
+
+    Raises:
+        ValueError: p is out of range, or p > 0 without a key.
+    """
     if not 0.0 <= p <= 1.0:
         message = f"{name}: p must be between 0 and 1, got {p}"
         raise ValueError(message)
@@ -186,44 +194,54 @@ def _checked_key(name: str, p: float, key: Tensor | None) -> Tensor | None:
     return key
 
 
-def _silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
-    reason = _refusal(gate, up) or (f"dtypes {gate.dtype}, {up.dtype}" if gate.dtype != up.dtype else None)
+def _silu_call(key: tuple[int, torch.dtype, torch.dtype, int]) -> Function | None:
+    device, gate, up, misaligned = key
+    reason = unsupported(gate) or (f"dtypes {gate}, {up}" if gate != up else None)
     if reason:
         fell_back("silu_mul", reason)
+        return None
+    spec = elementwise_spec("silu_mul_forward", x=CODES[gate], vector=not misaligned)
+    return resolve("silu_mul", _silu_calls, key, spec, device)
+
+
+def _silu_mul_cuda(gate: Tensor, up: Tensor) -> Tensor:
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        gate, up = gate.contiguous(), up.contiguous()
+    a, b = gate.data_ptr(), up.data_ptr()
+    odd = (a | b) & 15
+    spot = (gate.get_device(), gate.dtype, up.dtype, odd)
+    call = _silu_calls.get(spot) or _silu_call(spot)
+    if call is None:
         return reference.silu_mul(gate, up)
-    gate, up = gate.contiguous(), up.contiguous()
     y = torch.empty_like(gate)
     count = gate.numel()
     if count:
-        vector, device = aligned(gate, up), gate.get_device()
-        try:
-            call = _function(device, "silu_mul_forward", ("x", CODES[gate.dtype]), ("vector", vector))
-        except KernelUnavailableError as error:
-            fell_back("silu_mul", str(error))
-            return reference.silu_mul(gate, up)
-        pointers = (gate.data_ptr(), up.data_ptr(), y.data_ptr())
-        launch("silu_mul", call, device, vector_grid(count, vector), *pointers, count)
+        call.run(vector_blocks(count, odd), 1, (a, b, y.data_ptr(), count))
     return y
 
 
-def _silu_mul_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    same = gate.dtype == up.dtype == grad.dtype
-    reason = _refusal(gate) or (None if same else f"dtypes {grad.dtype}, {gate.dtype}, {up.dtype}")
+def _silu_backward_call(key: tuple[int, torch.dtype, torch.dtype, torch.dtype, int]) -> Function | None:
+    device, grad, gate, up, misaligned = key
+    reason = unsupported(gate) or (None if gate == up == grad else f"dtypes {grad}, {gate}, {up}")
     if reason:
         fell_back("silu_mul_backward", reason)
-        return reference.silu_mul_backward(grad, gate, up)
+        return None
+    spec = elementwise_spec("silu_mul_backward", x=CODES[gate], vector=not misaligned)
+    return resolve("silu_mul_backward", _silu_backward_calls, key, spec, device)
+
+
+def _silu_mul_backward_cuda(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+    a, b, d = gate.data_ptr(), up.data_ptr(), grad.data_ptr()
+    odd = (a | b | d) & 15
+    spot = (gate.get_device(), grad.dtype, gate.dtype, up.dtype, odd)
+    call = _silu_backward_calls.get(spot) or _silu_backward_call(spot)
+    if call is None:
+        return reference.silu_mul_backward(grad, gate, up)
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     count = gate.numel()
     if count:
-        vector, device = aligned(gate, up, grad), gate.get_device()
-        try:
-            call = _function(device, "silu_mul_backward", ("x", CODES[gate.dtype]), ("vector", vector))
-        except KernelUnavailableError as error:
-            fell_back("silu_mul_backward", str(error))
-            return reference.silu_mul_backward(grad, gate, up)
-        pointers = (gate.data_ptr(), up.data_ptr(), grad.data_ptr(), dgate.data_ptr(), dup.data_ptr())
-        launch("silu_mul_backward", call, device, vector_grid(count, vector), *pointers, count)
+        call.run(vector_blocks(count, odd), 1, (a, b, d, dgate.data_ptr(), dup.data_ptr(), count))
     return dgate, dup
 
 
@@ -231,13 +249,13 @@ _SILU_MUL = define(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     cpu=reference.silu_mul,
     cuda=_silu_mul_cuda,
-    fake=lambda gate, up: _like(gate),
+    fake=lambda gate, up: contiguous_like(gate),
 )
 define(
     "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
     cpu=reference.silu_mul_backward,
     cuda=_silu_mul_backward_cuda,
-    fake=lambda grad, gate, up: (_like(gate), _like(up)),
+    fake=lambda grad, gate, up: (contiguous_like(gate), contiguous_like(up)),
 )
 
 
@@ -271,37 +289,45 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.loongforge.silu_mul(gate, up)
 
 
+def _cast_call(key: tuple[int, torch.dtype, torch.dtype, torch.dtype | None, int]) -> Function | None:
+    device, source, target, scale, misaligned = key
+    reason = unsupported(source, target)
+    if reason is None and scale not in (None, torch.float32):
+        reason = f"scale of dtype {scale}"
+    if reason:
+        fell_back("cast_scale", reason)
+        return None
+    spec = elementwise_spec(
+        "cast_scale",
+        x=CODES[source],
+        y=CODES[target],
+        vector=not misaligned,
+        count_bad=True,
+        device_scale=scale is not None,
+    )
+    return resolve("cast_scale", _cast_calls, key, spec, device)
+
+
 def _cast_scale_cuda(
     x: Tensor, dtype: torch.dtype, factor: float, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    reason = _refusal(x) or (None if dtype in CODES else f"dtype {dtype}")
-    if reason is None and scale is not None and scale.dtype != torch.float32:
-        reason = f"scale of dtype {scale.dtype}"
-    if reason:
-        fell_back("cast_scale", reason)
-        return reference.cast_scale(x, dtype, factor, scale)
     x = x.contiguous()
+    at = x.data_ptr()
+    odd = at & 15
+    spot = (x.get_device(), x.dtype, dtype, None if scale is None else scale.dtype, odd)
+    call = _cast_calls.get(spot) or _cast_call(spot)
+    if call is None:
+        return reference.cast_scale(x, dtype, factor, scale)
     y = torch.empty_like(x, dtype=dtype)
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
     count = x.numel()
     if count:
-        vector, device = aligned(x), x.get_device()
-        try:
-            call = _function(
-                device,
-                "cast_scale",
-                ("x", CODES[x.dtype]),
-                ("y", CODES[dtype]),
-                ("vector", vector),
-                ("count_bad", True),
-                ("device_scale", scale is not None),
-            )
-        except KernelUnavailableError as error:
-            fell_back("cast_scale", str(error))
-            return reference.cast_scale(x, dtype, factor, scale)
-        factor_at = 0 if scale is None else scale.data_ptr()
-        pointers = (x.data_ptr(), y.data_ptr(), factor_at, bad.data_ptr())
-        launch("cast_scale", call, device, vector_grid(count, vector), *pointers, count, factor)
+        if odd or dtype != torch.float32:
+            blocks = vector_blocks(count, odd)
+        else:  # float32 is written four elements a thread
+            blocks = ((count >> 2) + (count & 3) + 255) >> 8
+        where = 0 if scale is None else scale.data_ptr()
+        call.run(blocks, 1, (at, y.data_ptr(), where, bad.data_ptr(), count, factor))
     return y, bad
 
 
@@ -309,7 +335,7 @@ _CAST_SCALE = define(
     "cast_scale(Tensor x, ScalarType dtype, float factor, Tensor? scale) -> (Tensor, Tensor)",
     cpu=reference.cast_scale,
     cuda=_cast_scale_cuda,
-    fake=lambda x, dtype, factor, scale: (_like(x, dtype), x.new_empty(1, dtype=torch.int32)),
+    fake=lambda x, dtype, factor, scale: (contiguous_like(x, dtype), x.new_empty(1, dtype=torch.int32)),
 )
 
 

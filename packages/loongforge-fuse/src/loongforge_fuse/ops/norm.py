@@ -1,181 +1,172 @@
-"""LayerNorm and RMSNorm with residual add, affine weights or per-group modulation, as one operator pair."""
+"""The norm operator: LayerNorm or RMSNorm of rows, residual add, weights or modulation; and its backward."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
-from loongforge_fuse.kernels.launcher import KernelUnavailableError
-from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import reference
-from loongforge_fuse.ops._common import (
-    CODES,
-    Context,
-    define,
-    differentiable,
-    fell_back,
-    kernel,
-    launch,
-    plain,
-    wants_grad,
+from loongforge_fuse.ops._common import CODES, Context, define, fell_back, plain, register_derivative, resolve
+from loongforge_fuse.ops.norm_plan import (
+    RowPlan,
+    backward_plan,
+    backward_spec,
+    chunking,
+    column_spec,
+    forward_plan,
+    forward_spec,
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class RowPlan:
-    """How a row is spread over threads.
-
-    Attributes:
-        threads: threads per row.
-        vectors: vectors of 8 elements each thread holds; threads * vectors covers the row.
-        block: threads per block; a multiple of `threads`.
-        pace: rows whose loads are in flight together (backward only).
-    """
-
-    threads: int
-    vectors: int
-    block: int
-    pace: int = 1
-
-
-def forward_plan(width: int) -> RowPlan | None:
-    """Return the plan for rows of `width` elements, or None when no kernel takes such a row."""
-    count = width // 8
-    if width % 8 or not count or count > 2048:
-        return None
-    if count <= 32:
-        threads = 4
-        while threads < count:
-            threads *= 2
-        return RowPlan(threads=threads, vectors=1, block=256)
-    if count <= 256:
-        return RowPlan(threads=32, vectors=-(-count // 32), block=256)
-    if count <= 1024:
-        return RowPlan(threads=128, vectors=-(-count // 128), block=256)
-    return RowPlan(threads=256, vectors=8, block=256)
-
-
-def backward_plan(width: int) -> RowPlan | None:
-    """Return the plan of the backward kernel for rows of `width` elements; one block per row."""
-    count = width // 8
-    if width % 8 or not count or count > 1024:
-        return None
-    vectors = 1 if count <= 256 else 2
-    threads = -(-count // (32 * vectors)) * 32
-    return RowPlan(threads=threads, vectors=vectors, block=threads, pace=1)
-
-
-def forward_spec(
-    plan: RowPlan, *, layer: bool, x: str, r: str, w: str, y: str, gain: str, offset: bool, residual: bool
-) -> KernelSpec:
-    """Return the specification of a forward variant; `r` and `w` matter only with a residual or a gain."""
-    return KernelSpec(
-        module="norm",
-        maker="norm_forward",
-        options={
-            "layer": layer,
-            "x": x,
-            "r": r if residual else x,
-            "w": w if gain != "none" or offset else x,
-            "y": y,
-            "gain": gain,
-            "offset": offset,
-            "residual": residual,
-            "threads": plan.threads,
-            "vectors": plan.vectors,
-        },
-        arguments="PPPPPPPPqqqqqf",
-        block=plan.block,
-    )
-
-
-def backward_spec(
-    plan: RowPlan, *, layer: bool, x: str, w: str, y: str, gain: str, columns: bool, offset: bool, carry: bool
-) -> KernelSpec:
-    """Return the specification of a backward variant."""
-    return KernelSpec(
-        module="norm",
-        maker="norm_backward",
-        options={
-            "layer": layer,
-            "x": x,
-            "w": w if gain != "none" else x,
-            "y": y,
-            "gain": gain,
-            "columns": columns,
-            "offset": offset and columns,
-            "carry": carry,
-            "threads": plan.threads,
-            "vectors": plan.vectors,
-            "pace": plan.pace,
-        },
-        arguments="PPPPPPPPPqqqqqq",
-        block=plan.block,
-    )
-
-
-def column_spec() -> KernelSpec:
-    """Return the specification of the kernel that adds the partial column sums."""
-    return KernelSpec(
-        module="norm", maker="column_sums", options={"y": "f32"}, arguments="PPqq", block=1024, vector=False
-    )
+_MAX_GROUPS = 65535  # the grid's second dimension
+_forward_calls: dict[Hashable, Function] = {}
+_backward_calls: dict[Hashable, Function] = {}
+_column_calls: dict[Hashable, Function] = {}
+# Plans by width; the benchmark puts candidates here.
+forward_plans: dict[int, RowPlan | None] = {}
+backward_plans: dict[tuple[int, bool], RowPlan | None] = {}
 
 
 @cache
-def _forward_function(device: int, plan: RowPlan, **options: str | bool) -> Function:
-    return kernel(forward_spec(plan, **options), device)  # type: ignore[arg-type]
-
-
-@cache
-def _backward_function(device: int, plan: RowPlan, **options: str | bool) -> Function:
-    return kernel(backward_spec(plan, **options), device)  # type: ignore[arg-type]
-
-
-@cache
-def _blocks_wanted(device: int) -> int:
+def blocks_wanted(device: int) -> int:
     """Return how many blocks the backward pass with column sums aims at: a few for each multiprocessor."""
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def chunking(rows: int, groups: int, wanted: int, pace: int) -> tuple[int, int]:
-    """Return (rows per chunk, chunks per group) so that about `wanted` blocks share the rows."""
-    group_rows = rows // groups
-    per_group = max(1, min(group_rows, -(-wanted // groups)))
-    chunk = -(-group_rows // per_group)
-    chunk = -(-chunk // pace) * pace
-    return chunk, -(-group_rows // chunk)
+def _forward(width: int) -> RowPlan | None:
+    if width not in forward_plans:
+        forward_plans[width] = forward_plan(width)
+    return forward_plans[width]
 
 
-def _step(table: Tensor | None) -> int | None:
-    """Return the distance of two rows in vectors, or None when the table cannot be read 16 bytes at a
-    time.
-    """
-    if table is None:
-        return 0
-    if table.stride(-1) != 1 or table.data_ptr() & 15:
-        return None
-    step = table.stride(0) if table.shape[0] > 1 else 0
-    return None if step % 8 else step // 8
+def _backward(width: int, columns: bool) -> RowPlan | None:  # noqa: FBT001 - a cache key
+    if (width, columns) not in backward_plans:
+        backward_plans[width, columns] = backward_plan(width, columns=columns)
+    return backward_plans[width, columns]
 
 
-def _refusal(width: int, dtype: torch.dtype, plan: RowPlan | None, *tensors: Tensor | None) -> str | None:
+_empties: dict[torch.device, Tensor] = {}
+
+
+def _nothing(x: Tensor) -> Tensor:
+    """Return an empty float32 tensor on the device of x, always the same one."""
+    found = _empties.get(x.device)
+    if found is None:
+        found = _empties[x.device] = torch.empty(0, dtype=torch.float32, device=x.device)
+    return found
+
+
+def _groups(table: Tensor | None) -> int:
+    """Number of row groups: rows of a two-dimensional table, 1 for a plain weight."""
+    return 1 if table is None or table.dim() == 1 else table.shape[0]
+
+
+def _step(table: Tensor | None) -> int:
+    """Return the distance of two table rows in elements."""
+    return 0 if table is None or table.dim() == 1 or table.shape[0] == 1 else table.stride(0)
+
+
+def _unreadable(*tables: Tensor | None) -> bool:
+    """Tell whether some table cannot be read in 16-byte vectors."""
+    return any(t is not None and (t.stride(-1) != 1 or _step(t) % 8 != 0) for t in tables)
+
+
+def _unfit(width: int, plan: RowPlan | None, groups: int, *dtypes: torch.dtype | None) -> str | None:
+    """Return why no kernel fits, or None."""
     if plan is None:
         return f"width {width} is not a multiple of 8 in range"
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if tensor.dtype not in CODES:
-            return f"dtype {tensor.dtype}"
-        if tensor.data_ptr() & 15:
-            return "address is not a multiple of 16 bytes"
-    return None if dtype in CODES else f"dtype {dtype}"
+    for dtype in dtypes:
+        if dtype is not None and dtype not in CODES:
+            return f"dtype {dtype}"
+    return f"{groups} groups" if groups > _MAX_GROUPS else None
 
 
-def _norm_cuda(
+def _form(gain: torch.dtype | None, modulate: bool) -> str:  # noqa: FBT001 - part of a cache key
+    if gain is None:
+        return "none"
+    return "modulate" if modulate else "scale"
+
+
+def _forward_call(key: tuple, groups: int, plan: RowPlan | None) -> Function | None:
+    device, width, x, r, g, o, layer, modulate, y, _ = key
+    reason = _unfit(width, plan, groups, x, r, g, o, y)
+    if reason is None and g is not None and o is not None and g != o:
+        reason = f"gain {g} and offset {o}"
+    if reason or plan is None:
+        fell_back("norm", reason or "no plan")
+        return None
+    table = g or o or x
+    spec = forward_spec(
+        plan,
+        width,
+        layer=layer,
+        x=CODES[x],
+        r=CODES[r or x],
+        w=CODES[table],
+        y=CODES[y],
+        gain=_form(g, modulate),
+        offset=o is not None,
+        residual=r is not None,
+    )
+    return resolve("norm", _forward_calls, key, spec, device)
+
+
+def run_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    gain: Tensor | None,
+    offset: Tensor | None,
+    layer: bool,  # noqa: FBT001 - the schema's order
+    modulate: bool,  # noqa: FBT001
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:
+    """Launch the forward kernel on contiguous tensors of any leading shape.
+
+    Returns:
+        y and total in the shape of x, total None without residual; mean (empty for RMSNorm) and rstd, float32
+        (rows,). None, and counted, when no kernel fits.
+    """
+    width = x.shape[-1]
+    pointer, total_at, gain_at, offset_at, residual_at = x.data_ptr(), 0, 0, 0, 0
+    total = r = g = o = None
+    if residual is not None:
+        r, residual_at = residual.dtype, residual.data_ptr()
+    if gain is not None:
+        g, gain_at = gain.dtype, gain.data_ptr()
+    if offset is not None:
+        o, offset_at = offset.dtype, offset.data_ptr()
+    if (pointer | residual_at | gain_at | offset_at) & 15 or _unreadable(gain, offset):
+        fell_back("norm", "a tensor cannot be read in 16-byte vectors")
+        return None
+    plan = _forward(width)
+    key = (x.get_device(), width, x.dtype, r, g, o, layer, modulate, dtype, plan)
+    groups = _groups(offset if gain is None else gain)
+    call = _forward_calls.get(key) or _forward_call(key, groups, plan)
+    if call is None or plan is None or groups > _MAX_GROUPS:
+        return None
+    y = torch.empty_like(x, dtype=dtype)
+    if residual is not None:
+        total = torch.empty_like(x)
+        total_at = total.data_ptr()
+    rows = x.numel() // width
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty_like(rstd) if layer else _nothing(x)
+    if rows:
+        group_rows = rows // groups
+        blocks = -(-group_rows // (plan.block // plan.threads))
+        if plan.ahead:
+            blocks = min(blocks, -(-blocks_wanted(key[0]) * 512 // (plan.block * groups)))
+        sizes = (group_rows, width, _step(gain) >> 3, _step(offset) >> 3, eps)
+        outputs = (y.data_ptr(), total_at, mean.data_ptr(), rstd.data_ptr())
+        call.run(blocks, groups, (pointer, residual_at, gain_at, offset_at, *outputs, *sizes))
+    return y, total, mean, rstd
+
+
+def norm_cuda(
     x: Tensor,
     residual: Tensor | None,
     gain: Tensor | None,
@@ -186,70 +177,139 @@ def _norm_cuda(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, width = x.shape
-    plan = forward_plan(width)
+    """Run the operator ``loongforge::norm`` on CUDA rows; see :func:`reference.norm` for the meaning."""
     x = x.contiguous()
     added = None if residual is None else residual.contiguous()
-    gain_step, offset_step = _step(gain), _step(offset)
-    reason = _refusal(width, dtype, plan, x, added)
-    if reason is None and (gain_step is None or offset_step is None):
-        reason = "gain or offset cannot be read in 16-byte vectors"
-    if reason is None and gain is not None and offset is not None and gain.dtype != offset.dtype:
-        reason = f"gain {gain.dtype} and offset {offset.dtype}"
-    if reason is None:
-        reason = _refusal(width, dtype, plan, gain, offset)
-    call = None
-    if reason is None and plan is not None:
-        table = gain if gain is not None else offset
-        code = CODES[x.dtype]
-        try:
-            call = _forward_function(
-                x.get_device(),
-                plan,
-                layer=layer,
-                x=code,
-                r=code if added is None else CODES[added.dtype],
-                w=code if table is None else CODES[table.dtype],
-                y=CODES[dtype],
-                gain="none" if gain is None else ("modulate" if modulate else "scale"),
-                offset=offset is not None,
-                residual=added is not None,
-            )
-        except KernelUnavailableError as error:
-            reason = str(error)
-    if call is None or plan is None:
-        fell_back("norm", reason or "no kernel")
+    done = run_norm(x, added, gain, offset, layer, modulate, eps, dtype)
+    if done is None:
         return reference.norm(x, residual, gain, offset, layer, modulate, group_rows, eps, dtype)
-    y = torch.empty_like(x, dtype=dtype)
-    total = torch.empty_like(x) if added is not None else x.new_empty(0)
-    mean = x.new_empty(rows if layer else 0, dtype=torch.float32)
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    if rows:
-        per_block = plan.block // plan.threads
-        launch(
-            "norm",
-            call,
-            x.get_device(),
-            (-(-rows // per_block), 1),
-            x.data_ptr(),
-            0 if added is None else added.data_ptr(),
-            0 if gain is None else gain.data_ptr(),
-            0 if offset is None else offset.data_ptr(),
-            y.data_ptr(),
+    y, total, mean, rstd = done
+    return y, x.new_empty(0) if total is None else total, mean if layer else mean.clone(), rstd
+
+
+def _backward_call(key: tuple, groups: int, plan: RowPlan | None) -> Function | None:
+    device, width, x, y, g, layer, modulate, columns, offset, carry, _ = key
+    reason = _unfit(width, plan, groups, x, y, g)
+    if reason or plan is None:
+        fell_back("norm_backward", reason or "no plan")
+        return None
+    spec = backward_spec(
+        plan,
+        width,
+        layer=layer,
+        x=CODES[x],
+        w=CODES[g or x],
+        y=CODES[y],
+        gain=_form(g, modulate),
+        columns=columns,
+        offset=offset,
+        carry=carry,
+    )
+    return resolve("norm_backward", _backward_calls, key, spec, device)
+
+
+def run_norm_backward(
+    grad: Tensor,
+    carry: Tensor | None,
+    total: Tensor,
+    gain: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    layer: bool,  # noqa: FBT001 - the schema's order
+    modulate: bool,  # noqa: FBT001
+    group_rows: int,
+    columns: bool,  # noqa: FBT001
+    offset: bool,  # noqa: FBT001
+    groups: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of total, gain and offset; `grad` and `total` may have any leading shape.
+
+    The last two are float32 (groups, width), or None where they were not asked for.
+    """
+    width = total.shape[-1]
+    grad, total = grad.contiguous(), total.contiguous()
+    carried = None if carry is None else carry.to(total.dtype).contiguous()
+    carry_at = 0 if carried is None else carried.data_ptr()
+    gain_at = 0 if gain is None else gain.data_ptr()
+    plan = _backward(width, columns)
+    g = None if gain is None else gain.dtype
+    device = total.get_device()
+    key = (
+        device,
+        width,
+        total.dtype,
+        grad.dtype,
+        g,
+        layer,
+        modulate,
+        columns,
+        offset,
+        carried is not None,
+        plan,
+    )
+    call = None
+    if (grad.data_ptr() | total.data_ptr() | carry_at | gain_at) & 15 or _unreadable(gain):
+        fell_back("norm_backward", "a tensor cannot be read in 16-byte vectors")
+    else:
+        call = _backward_calls.get(key) or _backward_call(key, groups, plan)
+    if call is None or plan is None or groups > _MAX_GROUPS:
+        flat = (-1, width)
+        dx, dgain, doffset = reference.norm_backward(
+            grad.view(flat),
+            None if carried is None else carried.view(flat),
+            total.view(flat),
+            None if gain is None else gain.view(-1, width),
+            mean,
+            rstd,
+            layer,
+            modulate,
+            group_rows,
+            columns,
+            offset,
+            groups,
+        )
+        return dx.view(total.shape), dgain if columns else None, doffset if offset else None
+    dx = torch.empty_like(total)
+    rows = total.numel() // width
+    if not rows:
+        zeros = total.new_zeros((2, groups, width), dtype=torch.float32) if columns else None
+        return dx, None if zeros is None else zeros[0], None if zeros is None or not offset else zeros[1]
+    per_block = plan.block // plan.threads
+    group_rows = rows // groups
+    wanted = blocks_wanted(device) * (1 if columns else 8)
+    chunk, chunks = chunking(group_rows, groups, wanted, per_block)
+    part = None
+    part_at, second_at, lines = 0, 0, groups * chunks
+    if columns:
+        part = total.new_empty((2 if offset else 1, lines, width), dtype=torch.float32)
+        part_at = part.data_ptr()
+        second_at = part_at + 4 * lines * width
+    call.run(
+        chunks,
+        groups,
+        (
             total.data_ptr(),
+            grad.data_ptr(),
+            gain_at,
             mean.data_ptr(),
             rstd.data_ptr(),
-            rows,
-            width,
+            carry_at,
+            dx.data_ptr(),
+            part_at,
+            second_at,
             group_rows,
-            gain_step or 0,
-            offset_step or 0,
-            eps,
-        )
-    return y, total, mean, rstd
+            width,
+            _step(gain) >> 3,
+            chunk,
+        ),
+    )
+    if part is None:
+        return dx, None, None
+    sums = _column_sums(part, groups, chunks, width, device)
+    return dx, sums[0], sums[1] if offset else None
 
 
-def _norm_backward_cuda(
+def norm_backward_cuda(
     grad: Tensor,
     carry: Tensor | None,
     total: Tensor,
@@ -263,83 +323,27 @@ def _norm_backward_cuda(
     offset: bool,  # noqa: FBT001
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = total.shape
-    plan = backward_plan(width)
-    grad, total = grad.contiguous(), total.contiguous()
-    carried = None if carry is None else carry.to(total.dtype).contiguous()
-    gain_step = _step(gain)
-    reason = _refusal(width, total.dtype, plan, grad, carried, total, gain)
-    if reason is None and gain_step is None:
-        reason = "gain cannot be read in 16-byte vectors"
-    call = None
-    device = total.get_device()
-    if reason is None and plan is not None:
-        code = CODES[total.dtype]
-        try:
-            call = _backward_function(
-                device,
-                plan,
-                layer=layer,
-                x=code,
-                w=code if gain is None else CODES[gain.dtype],
-                y=CODES[grad.dtype],
-                gain="none" if gain is None else ("modulate" if modulate else "scale"),
-                columns=columns,
-                offset=offset,
-                carry=carried is not None,
-            )
-        except KernelUnavailableError as error:
-            reason = str(error)
-    if call is None or plan is None:
-        fell_back("norm_backward", reason or "no kernel")
-        return reference.norm_backward(
-            grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups
-        )
-    dx = torch.empty_like(total)
-    wanted = _blocks_wanted(device) if columns else max(rows, 1)
-    chunk, chunks = chunking(rows, groups, wanted, plan.pace) if rows else (1, 0)
-    lines = groups * chunks
-    part_g = total.new_empty((lines, width) if columns else 0, dtype=torch.float32)
-    part_o = total.new_empty((lines, width) if columns and offset else 0, dtype=torch.float32)
-    if rows:
-        launch(
-            "norm_backward",
-            call,
-            device,
-            (lines, 1),
-            total.data_ptr(),
-            grad.data_ptr(),
-            0 if gain is None else gain.data_ptr(),
-            mean.data_ptr(),
-            rstd.data_ptr(),
-            0 if carried is None else carried.data_ptr(),
-            dx.data_ptr(),
-            part_g.data_ptr(),
-            part_o.data_ptr(),
-            rows,
-            width,
-            rows // groups,
-            chunk,
-            chunks,
-            gain_step or 0,
-        )
-    dgain = _column_sums(part_g, groups, chunks, width) if columns else part_g
-    doffset = _column_sums(part_o, groups, chunks, width) if columns and offset else part_o
-    return dx, dgain, doffset
-
-
-def _column_sums(part: Tensor, groups: int, chunks: int, width: int) -> Tensor:
-    if chunks == 1:
-        return part
-    if chunks == 0:
-        return part.new_zeros((groups, width))
-    out = part.new_empty((groups, width))
-    device = part.get_device()
-    call = kernel(column_spec(), device)
-    launch(
-        "column_sums", call, device, (-(-width // 32), groups), part.data_ptr(), out.data_ptr(), width, chunks
+    """Run ``loongforge::norm_backward`` on CUDA rows; see :func:`reference.norm_backward`."""
+    dx, dgain, doffset = run_norm_backward(
+        grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups
     )
-    return out
+    empty = total.new_empty(0, dtype=torch.float32)
+    return dx, empty if dgain is None else dgain, empty.clone() if doffset is None else doffset
+
+
+def _column_sums(part: Tensor, groups: int, chunks: int, width: int, device: int) -> tuple[Tensor, ...]:
+    """Add the chunks of each group: (kinds, groups * chunks, width) to one (groups, width) for each kind."""
+    if chunks == 1:
+        return part.unbind(0) if part.shape[0] == 1 else (part[0], part[1].clone())
+    call = _column_calls.get(device) or resolve("norm_backward", _column_calls, device, column_spec(), device)
+    if call is None:
+        return tuple(part.view(part.shape[0], groups, chunks, width).sum(2))
+    outs = [part.new_empty((groups, width)) for _ in range(part.shape[0])]
+    blocks = -(-width // 32)
+    step = 4 * groups * chunks * width
+    for kind, out in enumerate(outs):
+        call.run(blocks, groups, (part.data_ptr() + kind * step, out.data_ptr(), width, chunks))
+    return tuple(outs)
 
 
 def _fake_norm(
@@ -389,7 +393,7 @@ _NORM = define(
     "norm(Tensor x, Tensor? residual, Tensor? gain, Tensor? offset, bool layer, bool modulate,"
     " int group_rows, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=reference.norm,
-    cuda=_norm_cuda,
+    cuda=norm_cuda,
     fake=_fake_norm,
 )
 define(
@@ -397,7 +401,7 @@ define(
     " layer, bool modulate, int group_rows, bool columns, bool offset, int groups)"
     " -> (Tensor, Tensor, Tensor)",
     cpu=reference.norm_backward,
-    cuda=_norm_backward_cuda,
+    cuda=norm_backward_cuda,
     fake=_fake_backward,
 )
 
@@ -426,7 +430,7 @@ def _grad(ctx: Context, grad: Tensor | None, carry: Tensor | None, *_: Tensor | 
     arguments = (grad, carry, total, gain, mean, rstd, ctx.layer, ctx.modulate, ctx.group_rows)
     counts = (columns, ctx.offset is not None and columns, ctx.groups)
     if plain(grad, total):
-        dx, dgain, doffset = _norm_backward_cuda(*arguments, *counts)
+        dx, dgain, doffset = norm_backward_cuda(*arguments, *counts)
     else:
         dx, dgain, doffset = torch.ops.loongforge.norm_backward(*arguments, *counts)
     return (
@@ -438,139 +442,76 @@ def _grad(ctx: Context, grad: Tensor | None, carry: Tensor | None, *_: Tensor | 
     )
 
 
-_fast = differentiable(_NORM, cuda=_norm_cuda, setup_context=_setup, backward=_grad)
+register_derivative(_NORM, setup_context=_setup, backward=_grad)
 
 
-def _run(
+class NormFunction(torch.autograd.Function):
+    """The same derivative for the eager fast path: fewer steps, tensors of any leading shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        residual: Tensor | None,
+        gain: Tensor | None,
+        offset: Tensor | None,
+        settings: tuple[bool, bool, float, torch.dtype],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the kernel, or the reference when no kernel fits; keep what backward needs."""
+        layer, modulate, eps, dtype = settings
+        done = run_norm(x, residual, gain, offset, layer, modulate, eps, dtype)
+        groups = _groups(offset if gain is None else gain)
+        if done is None:
+            y, total, mean, rstd = norm_reference(x, residual, gain, offset, groups, settings)
+        else:
+            y, total, mean, rstd = done
+        ctx.save_for_backward(x if total is None else total, gain, mean, rstd)
+        ctx.settings = layer, modulate, groups
+        ctx.kinds = tuple(None if t is None else t.dtype for t in (residual, gain, offset))
+        ctx.shapes = tuple(None if t is None else t.shape for t in (gain, offset))
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Context, grad: Tensor | None, carry: Tensor | None) -> tuple:
+        """Return the gradients of x, residual, gain and offset."""
+        total, gain, mean, rstd = ctx.saved_tensors
+        layer, modulate, groups = ctx.settings
+        residual, gain_kind, offset_kind = ctx.kinds
+        if grad is None:  # only the residual sum was used
+            return carry, None if residual is None or carry is None else carry.to(residual), None, None, None
+        needs = ctx.needs_input_grad
+        columns = needs[2] or needs[3]
+        offset = columns and offset_kind is not None
+        group_rows = total.numel() // max(1, total.shape[-1] * groups)
+        dx, dgain, doffset = run_norm_backward(
+            grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups
+        )
+        return (
+            dx,
+            None if residual is None or not needs[1] else dx.to(residual),
+            None if dgain is None or not needs[2] else dgain.to(gain_kind).view(ctx.shapes[0]),
+            None if doffset is None or not needs[3] else doffset.to(offset_kind).view(ctx.shapes[1]),
+            None,
+        )
+
+
+def norm_reference(
     x: Tensor,
     residual: Tensor | None,
     gain: Tensor | None,
     offset: Tensor | None,
-    *,
-    layer: bool,
-    modulate: bool,
-    eps: float,
-    dtype: torch.dtype | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    shape = x.shape
-    rows = x.reshape(-1, shape[-1])
-    added = None if residual is None else residual.reshape(-1, shape[-1])
-    table = gain if gain is not None else offset
-    group_rows = max(1, rows.shape[0] // (1 if table is None else max(1, table.shape[0])))
-    result = dtype or x.dtype
-    arguments = (rows, added, gain, offset, layer, modulate, group_rows, eps, result)
-    if plain(x, residual, gain, offset):
-        if wants_grad(x, residual, gain, offset):
-            y, total, _, _ = _fast(*arguments)
-        else:
-            y, total, _, _ = _norm_cuda(*arguments)
-    else:
-        y, total, _, _ = torch.ops.loongforge.norm(*arguments)
-    if residual is None:
-        return y.view(shape)
-    return y.view(shape), total.view(shape)
-
-
-def _table(name: str, what: str, value: Tensor | None, x: Tensor) -> Tensor | None:
-    """Check a weight (D,) or a modulation (B, D) or (B, 1, D), and return it as (G, D)."""
-    if value is None:
-        return None
+    groups: int,
+    settings: tuple[bool, bool, float, torch.dtype],
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Run the plain torch form on tensors of any leading shape: y, total or None, mean and rstd."""
+    layer, modulate, eps, dtype = settings
     width = x.shape[-1]
-    if value.dim() == 3 and value.shape[1] == 1:
-        value = value.squeeze(1)
-    if value.dim() == 1 and value.shape[0] == width:
-        return value.unsqueeze(0)
-    if value.dim() == 2 and value.shape == (x.shape[0], width):
-        return value
-    message = (
-        f"{name}: {what} must have shape ({width},), or (B, {width}) or (B, 1, {width}) with"
-        f" B = {x.shape[0]}, got {tuple(value.shape)}"
+    tables = [None if t is None else t.reshape(-1, width) for t in (gain, offset)]
+    rows = x.reshape(-1, width)
+    added = None if residual is None else residual.reshape(-1, width)
+    y, total, mean, rstd = reference.norm(
+        rows, added, tables[0], tables[1], layer, modulate, max(1, rows.shape[0] // groups), eps, dtype
     )
-    raise ValueError(message)
-
-
-def _check_shapes(name: str, x: Tensor, residual: Tensor | None) -> None:
-    if x.dim() < 2:
-        message = f"{name}: x must have at least 2 dimensions, got shape {tuple(x.shape)}"
-        raise ValueError(message)
-    if residual is not None and residual.shape != x.shape:
-        message = f"{name}: residual must have the shape of x {tuple(x.shape)}, got {tuple(residual.shape)}"
-        raise ValueError(message)
-
-
-def layer_norm_modulate(
-    x: Tensor,
-    *,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 1e-5,
-    dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """(LayerNorm(x + residual) * weight + bias) * (1 + scale) + shift in one pass.
-
-    Args:
-        x: (B, ..., D).
-        residual: added to x first, in the type of x; then the sum is returned as well.
-        weight: (D,), as in LayerNorm.
-        bias: (D,).
-        scale: (B, D) or (B, 1, D), one row for each batch item (views of a wider projection are fine).
-        shift: like `scale`.
-        eps: added to the variance.
-        dtype: type of the result; default: the type of x.
-
-    Returns:
-        The normalised tensor, or (normalised, x + residual) when a residual is given.
-
-    Raises:
-        ValueError: a shape does not fit; the message says which.
-    """
-    name = "layer_norm_modulate"
-    _check_shapes(name, x, residual)
-    affine, add = _table(name, "weight", weight, x), _table(name, "bias", bias, x)
-    factor, move = _table(name, "scale", scale, x), _table(name, "shift", shift, x)
-    if factor is None and move is None:
-        gain, offset, modulate = affine, add, False
-    elif affine is None and add is None:
-        gain, offset, modulate = factor, move, True
-        if gain is None:
-            modulate = False
-    else:
-        # Both: fold the small tables first; they have one row per batch item, not per token.
-        one = None if factor is None else 1.0 + reference.wide(factor)
-        gain = _product(one, None if affine is None else reference.wide(affine))
-        offset = None if add is None else _product(one, reference.wide(add))
-        if move is not None:
-            offset = reference.wide(move) if offset is None else offset + reference.wide(move)
-        modulate = False
-    gain, offset = _same_groups(gain, offset)
-    return _run(x, residual, gain, offset, layer=True, modulate=modulate, eps=eps, dtype=dtype)
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a * b
-
-
-def _same_groups(gain: Tensor | None, offset: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if gain is not None and offset is not None and gain.shape != offset.shape:
-        groups = max(gain.shape[0], offset.shape[0])
-        gain, offset = gain.expand(groups, -1), offset.expand(groups, -1)
-    return gain, offset
-
-
-def rms_norm(
-    x: Tensor,
-    *,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    dtype: torch.dtype | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm(x + residual) * weight in one pass; arguments and result as in :func:`layer_norm_modulate`."""
-    _check_shapes("rms_norm", x, residual)
-    gain = _table("rms_norm", "weight", weight, x)
-    return _run(x, residual, gain, None, layer=False, modulate=False, eps=eps, dtype=dtype)
+    return y.view(x.shape), None if residual is None else total.view(x.shape), mean, rstd

@@ -13,20 +13,20 @@ from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec, Option
 from loongforge_fuse.ops._common import (
+    BLOCK,
     CODES,
     Context,
-    aligned,
     define,
     differentiable,
     fell_back,
     kernel,
-    launch,
     plain,
 )
 from loongforge_fuse.ops.image import affine
 
 TABLE_COLUMNS = 4
 _PATCHES = (14, 16)
+_MAX_THREADS = 2**31  # the kernels count threads in 32 bits
 _CHANNELS = 3
 
 
@@ -69,43 +69,49 @@ def padded_length(patch: int, channels: int = 3) -> int:
     return -(-patch * patch * channels // 8) * 8
 
 
-def rows_spec(x: str, y: str, patch: int, *, last: bool, masked: bool) -> KernelSpec:
+def _options(patch: int, *, last: bool, planar: bool, masked: bool) -> dict[str, Option]:
+    return {"patch": patch, "channels": _CHANNELS, "last": last, "planar": planar, "masked": masked}
+
+
+def rows_spec(x: str, y: str, patch: int, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
     """Return the specification of the gather kernel."""
-    options: dict[str, Option] = {
-        "x": x,
-        "y": y,
-        "patch": patch,
-        "channels": _CHANNELS,
-        "last": last,
-        "masked": masked,
-    }
+    options = {"x": x, "y": y, **_options(patch, last=last, planar=planar, masked=masked)}
     arguments = "PPPPqffffff"
     return KernelSpec(module="image", maker="patch_rows", options=options, arguments=arguments, vector=False)
 
 
-def rows_backward_spec(g: str, y: str, patch: int, *, last: bool, masked: bool) -> KernelSpec:
+def rows_backward_spec(g: str, y: str, patch: int, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
     """Return the specification of the scatter kernel of the backward pass."""
-    options: dict[str, Option] = {
-        "g": g,
-        "y": y,
-        "patch": patch,
-        "channels": _CHANNELS,
-        "last": last,
-        "masked": masked,
-    }
+    options = {"g": g, "y": y, **_options(patch, last=last, planar=planar, masked=masked)}
     return KernelSpec(
         module="image", maker="patch_rows_backward", options=options, arguments="PPPPq", vector=False
     )
 
 
 @cache
-def _rows_function(device: int, x: str, y: str, patch: int, last: bool, masked: bool) -> Function:  # noqa: FBT001
-    return kernel(rows_spec(x, y, patch, last=last, masked=masked), device)
+def _rows_function(
+    device: int,
+    x: str,
+    y: str,
+    patch: int,
+    last: bool,  # noqa: FBT001 - a cache key
+    planar: bool,  # noqa: FBT001
+    masked: bool,  # noqa: FBT001
+) -> Function:
+    return kernel(rows_spec(x, y, patch, last=last, planar=planar, masked=masked), device)
 
 
 @cache
-def _rows_backward_function(device: int, g: str, y: str, patch: int, last: bool, masked: bool) -> Function:  # noqa: FBT001
-    return kernel(rows_backward_spec(g, y, patch, last=last, masked=masked), device)
+def _rows_backward_function(
+    device: int,
+    g: str,
+    y: str,
+    patch: int,
+    last: bool,  # noqa: FBT001 - a cache key
+    planar: bool,  # noqa: FBT001
+    masked: bool,  # noqa: FBT001
+) -> Function:
+    return kernel(rows_backward_spec(g, y, patch, last=last, planar=planar, masked=masked), device)
 
 
 def _offsets(patch: int, channels: int, last: bool, table: Tensor) -> tuple[Tensor, Tensor]:  # noqa: FBT001
@@ -128,6 +134,7 @@ def _rows_reference(
     mask: Tensor | None,
     patch: int,
     last: bool,  # noqa: FBT001 - the schema's order
+    planar: bool,  # noqa: FBT001
     mean: list[float],
     std: list[float],
     dtype: torch.dtype,
@@ -150,6 +157,7 @@ def _rows_cuda(
     mask: Tensor | None,
     patch: int,
     last: bool,  # noqa: FBT001 - the schema's order
+    planar: bool,  # noqa: FBT001
     mean: list[float],
     std: list[float],
     dtype: torch.dtype,
@@ -160,15 +168,19 @@ def _rows_cuda(
         reason = f"dtypes {pixels.dtype} to {dtype}"
     elif patch not in _PATCHES:
         reason = f"patch {patch}"
+    elif table.shape[0] * padded_length(patch) // 8 >= _MAX_THREADS:
+        reason = f"{table.shape[0]} patches"
     call = None
     if reason is None and code is not None:
         try:
-            call = _rows_function(pixels.get_device(), code, CODES[dtype], patch, last, mask is not None)
+            call = _rows_function(
+                pixels.get_device(), code, CODES[dtype], patch, last, planar, mask is not None
+            )
         except KernelUnavailableError as error:
             reason = str(error)
     if call is None:
         fell_back("masked_unfold", reason or "no kernel")
-        return _rows_reference(pixels, table, mask, patch, last, mean, std, dtype)
+        return _rows_reference(pixels, table, mask, patch, last, planar, mean, std, dtype)
     pixels, table = pixels.contiguous(), table.contiguous()
     keep = None if mask is None else mask.contiguous()
     patches, length = table.shape[0], padded_length(patch)
@@ -182,7 +194,7 @@ def _rows_cuda(
             out.data_ptr(),
         )
         grid = (-(-patches * length // 8 // 256), 1)
-        launch("masked_unfold", call, pixels.get_device(), grid, *pointers, patches, *a, *b)
+        call.run(*grid, (*pointers, patches, *a, *b))
     return out
 
 
@@ -192,6 +204,7 @@ def _rows_backward_reference(
     mask: Tensor | None,
     patch: int,
     last: bool,  # noqa: FBT001 - the schema's order
+    planar: bool,  # noqa: FBT001
     count: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -208,6 +221,7 @@ def _rows_backward_cuda(
     mask: Tensor | None,
     patch: int,
     last: bool,  # noqa: FBT001 - the schema's order
+    planar: bool,  # noqa: FBT001
     count: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -217,48 +231,47 @@ def _rows_backward_cuda(
         reason = f"dtypes {grad.dtype} to {dtype}"
     elif patch not in _PATCHES:
         reason = f"patch {patch}"
-    elif not aligned(grad):
-        reason = "address is not a multiple of 16 bytes"
     call = None
     if reason is None:
         try:
             codes = CODES[grad.dtype], CODES[dtype]
-            call = _rows_backward_function(grad.get_device(), *codes, patch, last, mask is not None)
+            call = _rows_backward_function(grad.get_device(), *codes, patch, last, planar, mask is not None)
         except KernelUnavailableError as error:
             reason = str(error)
     if call is None:
         fell_back("masked_unfold_backward", reason or "no kernel")
-        return _rows_backward_reference(grad, table, mask, patch, last, count, dtype)
+        return _rows_backward_reference(grad, table, mask, patch, last, planar, count, dtype)
     keep = None if mask is None else mask.contiguous()
     out = grad.new_zeros(count, dtype=dtype)
     if table.shape[0]:
         pointers = (grad.data_ptr(), table.data_ptr(), 0 if keep is None else keep.data_ptr(), out.data_ptr())
-        grid = (-(-grad.numel() // 8 // 256), 1)
-        launch("masked_unfold_backward", call, grad.get_device(), grid, *pointers, table.shape[0])
+        grid = (-(-table.shape[0] // (BLOCK // 32)), 1)  # one warp a patch
+        call.run(*grid, (*pointers, table.shape[0]))
     return out
 
 
 _UNFOLD = define(
-    "masked_unfold(Tensor pixels, Tensor table, Tensor? mask, int patch, bool last, float[] mean,"
-    " float[] std, ScalarType dtype) -> Tensor",
+    "masked_unfold(Tensor pixels, Tensor table, Tensor? mask, int patch, bool last, bool planar,"
+    " float[] mean, float[] std, ScalarType dtype) -> Tensor",
     cpu=_rows_reference,
     cuda=_rows_cuda,
-    fake=lambda pixels, table, mask, patch, last, mean, std, dtype: pixels.new_empty(
+    fake=lambda pixels, table, mask, patch, last, planar, mean, std, dtype: pixels.new_empty(
         (table.shape[0], padded_length(patch)), dtype=dtype
     ),
 )
 define(
-    "masked_unfold_backward(Tensor grad, Tensor table, Tensor? mask, int patch, bool last, int count,"
-    " ScalarType dtype) -> Tensor",
+    "masked_unfold_backward(Tensor grad, Tensor table, Tensor? mask, int patch, bool last, bool planar,"
+    " int count, ScalarType dtype) -> Tensor",
     cpu=_rows_backward_reference,
     cuda=_rows_backward_cuda,
-    fake=lambda grad, table, mask, patch, last, count, dtype: grad.new_empty(count, dtype=dtype),
+    fake=lambda grad, table, mask, patch, last, planar, count, dtype: grad.new_empty(count, dtype=dtype),
 )
 
 
 def _setup(ctx: Context, inputs: tuple, output: Tensor) -> None:
-    pixels, table, mask, patch, last, _, _, _ = inputs
+    pixels, table, mask, patch, last, planar, _, _, _ = inputs
     ctx.save_for_backward(table, mask)
+    ctx.planar = planar
     ctx.patch, ctx.last, ctx.count, ctx.dtype = patch, last, pixels.shape[0], pixels.dtype
 
 
@@ -267,9 +280,9 @@ def _grad(ctx: Context, grad: Tensor) -> tuple:
     dx = None
     if ctx.needs_input_grad[0]:
         dx = torch.ops.loongforge.masked_unfold_backward(
-            grad, table, mask, ctx.patch, ctx.last, ctx.count, ctx.dtype
+            grad, table, mask, ctx.patch, ctx.last, ctx.planar, ctx.count, ctx.dtype
         )
-    return dx, *([None] * 7)
+    return dx, *([None] * 8)
 
 
 differentiable(_UNFOLD, cuda=_rows_cuda, setup_context=_setup, backward=_grad)
@@ -282,6 +295,7 @@ def masked_unfold(
     patch: int,
     mask: Tensor | None = None,
     last: bool = True,
+    planar: bool | None = None,
     mean: Sequence[float] = (0.5, 0.5, 0.5),
     std: Sequence[float] = (0.5, 0.5, 0.5),
     dtype: torch.dtype = torch.bfloat16,
@@ -294,6 +308,8 @@ def masked_unfold(
         patch: side of a patch; 14 and 16 have kernels.
         mask: bool (P,); rows of patches that are False are zeros and their pixels are never read.
         last: order within a row: True: (y, x, channel); False: (channel, y, x) as in a convolution weight.
+        planar: whether images are (C, H, W), as the table was made for; None: uint8 images are (H, W, C),
+            float ones (C, H, W).
         mean: for uint8 pixels, in units of 0 to 1.
         std: likewise; not 0.
         dtype: type of the rows.
@@ -316,9 +332,12 @@ def masked_unfold(
         message = f"masked_unfold: mask must be bool of shape ({table.shape[0]},), got {found}"
         raise ValueError(message)
     affine(mean, std, _CHANNELS)
+    form = pixels.dtype != torch.uint8 if planar is None else planar
     if plain(pixels, table, mask) and not (torch.is_grad_enabled() and pixels.requires_grad):
-        return _rows_cuda(pixels, table, mask, patch, last, list(mean), list(std), dtype)
-    return torch.ops.loongforge.masked_unfold(pixels, table, mask, patch, last, list(mean), list(std), dtype)
+        return _rows_cuda(pixels, table, mask, patch, last, form, list(mean), list(std), dtype)
+    return torch.ops.loongforge.masked_unfold(
+        pixels, table, mask, patch, last, form, list(mean), list(std), dtype
+    )
 
 
 def masked_patch_embed(
@@ -329,6 +348,7 @@ def masked_patch_embed(
     *,
     patch: int,
     mask: Tensor | None = None,
+    planar: bool | None = None,
     mean: Sequence[float] = (0.5, 0.5, 0.5),
     std: Sequence[float] = (0.5, 0.5, 0.5),
 ) -> Tensor:
@@ -342,6 +362,7 @@ def masked_patch_embed(
         bias: (D,) or None.
         patch: side of a patch.
         mask: bool (P,); embeddings of patches that are False are zeros.
+        planar: as in :func:`masked_unfold`.
         mean: for uint8 pixels.
         std: for uint8 pixels.
 
@@ -355,7 +376,15 @@ def masked_patch_embed(
         message = f"masked_patch_embed: weight must have shape (D, {wanted}), got {tuple(weight.shape)}"
         raise ValueError(message)
     rows = masked_unfold(
-        pixels, table, patch=patch, mask=mask, last=not convolution, mean=mean, std=std, dtype=weight.dtype
+        pixels,
+        table,
+        patch=patch,
+        mask=mask,
+        last=not convolution,
+        planar=planar,
+        mean=mean,
+        std=std,
+        dtype=weight.dtype,
     )
     flat = weight.reshape(weight.shape[0], -1)
     flat = functional.pad(flat, (0, rows.shape[1] - flat.shape[1]))

@@ -38,7 +38,7 @@ def _multiply(value: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def random_bits(count: int, key: Tensor) -> Tensor:
-    """Return `count` 16-bit values (int64) of the Philox-4x32-10 stream that `key` = (seed, offset)
+    """Return `count` 16-bit values (int64) of the Philox-4x32-7 stream that `key` = (seed, offset)
     selects.
     """
     vectors = -(-count // 8)
@@ -47,7 +47,7 @@ def random_bits(count: int, key: Tensor) -> Tensor:
     c0, c1 = index & _MASK, index >> 32
     c2, c3 = (offset & _MASK).expand_as(index), ((offset >> 32) & _MASK).expand_as(index)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(10):
+    for _ in range(7):
         low_a, high_a = _multiply(c0, _MULTIPLIERS[0])
         low_b, high_b = _multiply(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a

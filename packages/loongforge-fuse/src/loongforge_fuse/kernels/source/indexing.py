@@ -27,6 +27,28 @@ def patch_element(k, patch, channels, last):
 
 
 @cuda.jit(device=True, inline="always")
+def next_element(y, x, c, patch, channels, last):
+    """Return what follows (y, x, channel) in a patch vector, without a division."""
+    if last:
+        c += 1
+        if c == channels:
+            c = int64(0)
+            x += 1
+            if x == patch:
+                x = int64(0)
+                y += 1
+    else:
+        x += 1
+        if x == patch:
+            x = int64(0)
+            y += 1
+            if y == patch:
+                y = int64(0)
+                c += 1
+    return y, x, c
+
+
+@cuda.jit(device=True, inline="always")
 def source_pixel(y, x, top, left, width, flip):
     """Return the pixel of the source image that output pixel (y, x) of a crop shows, mirrored when asked."""
     return top + y, left + (width - 1 - x if flip else x)

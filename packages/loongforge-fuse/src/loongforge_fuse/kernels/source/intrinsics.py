@@ -89,23 +89,39 @@ def _slot(builder: ir.IRBuilder, data: ir.Value, position: ir.Value, step: int) 
     return builder.gep(data, [index])
 
 
-def _make_load_vector(dtype: str) -> Callable[..., object]:
+def _words_of(dtype: str, elements: int) -> int:
+    """Number of 32-bit words that `elements` values fill."""
+    return elements if dtype == "f32" else elements // 2
+
+
+def _load_run(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, words: int) -> list[ir.Value]:
+    """Load run `index` of `words` words: accesses of 16 bytes, or one of 8."""
+    offset = _bytes_at(builder, index, 4 * words)
+    if words <= 4:
+        return _load_words(builder, base, offset, words)
+    found = []
+    for start in range(0, words, 4):
+        at = builder.add(offset, ir.Constant(_I64, 4 * start))
+        found += _load_words(builder, base, at)
+    return found
+
+
+def _widened(builder: ir.IRBuilder, words: list[ir.Value], dtype: str) -> list[ir.Value]:
+    if dtype == "f32":
+        return [builder.bitcast(w, _F32) for w in words]
+    return [v for w in words for v in _unpack(builder, w, dtype)]
+
+
+def _make_load_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
     @intrinsic
     def load_vector(typingctx, address, index, into, position):
-        """Load vector `index` into into[position : position + 8] as float32."""
+        """Load vector `index` into into[position : position + elements] as float32."""
 
         def codegen(context, builder, signature, args):
             base, at, array, start = args
-            if dtype == "f32":
-                offset = _bytes_at(builder, at, 32)
-                words = _load_words(builder, base, offset)
-                words += _load_words(builder, base, builder.add(offset, ir.Constant(_I64, 16)))
-                values = [builder.bitcast(w, _F32) for w in words]
-            else:
-                words = _load_words(builder, base, _bytes_at(builder, at, 16))
-                values = [v for w in words for v in _unpack(builder, w, dtype)]
+            words = _load_run(builder, base, at, _words_of(dtype, elements))
             data = _array_slots(context, builder, signature.args[2], array)
-            for i, value in enumerate(values):
+            for i, value in enumerate(_widened(builder, words, dtype)):
                 builder.store(value, _slot(builder, data, start, i))
             return context.get_dummy_value()
 
@@ -114,23 +130,61 @@ def _make_load_vector(dtype: str) -> Callable[..., object]:
     return load_vector
 
 
-def _make_store_vector(dtype: str) -> Callable[..., object]:
+def _make_load_raw(dtype: str) -> Callable[..., object]:
     @intrinsic
-    def store_vector(typingctx, address, index, values, position):
-        """Round values[position : position + 8] and store them as vector `index`."""
+    def load_raw(typingctx, address, index, into, position):
+        """Load vector `index` into the uint32 slots from `position` as it is: 4 words of halves, 8 of
+        float32.
+        """
 
         def codegen(context, builder, signature, args):
             base, at, array, start = args
             data = _array_slots(context, builder, signature.args[2], array)
-            items = [builder.load(_slot(builder, data, start, i)) for i in range(8)]
+            for i, word in enumerate(_load_run(builder, base, at, _words_of(dtype, 8))):
+                builder.store(word, _slot(builder, data, start, i))
+            return context.get_dummy_value()
+
+        return types.void(ADDRESS, int64, into, int64), codegen
+
+    return load_raw
+
+
+def _make_expand(dtype: str) -> Callable[..., object]:
+    @intrinsic
+    def expand(typingctx, raw, start, into, position):
+        """Turn the words of a raw vector into into[position : position + 8] as float32."""
+
+        def codegen(context, builder, signature, args):
+            source = _array_slots(context, builder, signature.args[0], args[0])
+            count = _words_of(dtype, 8)
+            words = [builder.load(_slot(builder, source, args[1], i)) for i in range(count)]
+            data = _array_slots(context, builder, signature.args[2], args[2])
+            for i, value in enumerate(_widened(builder, words, dtype)):
+                builder.store(value, _slot(builder, data, args[3], i))
+            return context.get_dummy_value()
+
+        return types.void(raw, int64, into, int64), codegen
+
+    return expand
+
+
+def _make_store_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
+    @intrinsic
+    def store_vector(typingctx, address, index, values, position):
+        """Round values[position : position + elements] and store them as vector `index`."""
+
+        def codegen(context, builder, signature, args):
+            base, at, array, start = args
+            data = _array_slots(context, builder, signature.args[2], array)
+            items = [builder.load(_slot(builder, data, start, i)) for i in range(elements)]
             if dtype == "f32":
                 words = [builder.bitcast(v, _I32) for v in items]
-                offset = _bytes_at(builder, at, 32)
-                _store_words(builder, base, offset, words[:4])
-                _store_words(builder, base, builder.add(offset, ir.Constant(_I64, 16)), words[4:])
             else:
-                words = [_pack(builder, items[i], items[i + 1], dtype) for i in range(0, 8, 2)]
-                _store_words(builder, base, _bytes_at(builder, at, 16), words)
+                words = [_pack(builder, items[i], items[i + 1], dtype) for i in range(0, elements, 2)]
+            offset = _bytes_at(builder, at, 4 * len(words))
+            for first in range(0, len(words), 4):
+                place = builder.add(offset, ir.Constant(_I64, 4 * first))
+                _store_words(builder, base, place, words[first : first + 4])
             return context.get_dummy_value()
 
         return types.void(ADDRESS, int64, values, int64), codegen
@@ -195,6 +249,13 @@ def _make_rounding(dtype: str) -> Callable[..., object]:
 
 LOAD_VECTOR = {name: _make_load_vector(name) for name in ("bf16", "f16", "f32")}
 STORE_VECTOR = {name: _make_store_vector(name) for name in ("bf16", "f16", "f32")}
+# Four elements: 16 bytes of float32. Where float32 is written, neighbouring threads then write neighbouring
+# 16-byte pieces; with eight elements each piece would be half of a 32-byte sector of its thread.
+LOAD_QUAD = {name: _make_load_vector(name, 4) for name in ("bf16", "f16", "f32")}
+STORE_QUAD = {name: _make_store_vector(name, 4) for name in ("bf16", "f16", "f32")}
+LOAD_RAW = {name: _make_load_raw(name) for name in ("bf16", "f16", "f32")}
+EXPAND = {name: _make_expand(name) for name in ("bf16", "f16", "f32")}
+RAW_WORDS = {"bf16": 4, "f16": 4, "f32": 8}
 LOAD_SCALAR = {name: _make_load_scalar(name) for name in ("bf16", "f16", "f32")}
 STORE_SCALAR = {name: _make_store_scalar(name) for name in ("bf16", "f16", "f32")}
 ROUNDED = {name: _make_rounding(name) for name in ("bf16", "f16", "f32")}

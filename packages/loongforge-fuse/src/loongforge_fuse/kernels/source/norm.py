@@ -4,22 +4,26 @@
 """Row normalisation (LayerNorm and RMSNorm) with optional residual add and optional per-group modulation.
 
 A row of `width` elements is held in registers by `threads` threads, `vectors` vectors each, so memory is read
-once. Up to 32 threads per row the sums run through warp shuffles alone; above, through shared memory.
+once. Up to 32 threads per row the sums run through warp shuffles alone; above, through shared memory too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from numba import cuda, float32, int64
+from numba import cuda, float32, int64, uint32
 
 from loongforge_fuse.kernels.source.intrinsics import (
+    EXPAND,
+    LOAD_RAW,
     LOAD_SCALAR,
     LOAD_VECTOR,
+    RAW_WORDS,
     ROUNDED,
     STORE_SCALAR,
     STORE_VECTOR,
     inverse_root,
+    reciprocal,
 )
 
 Kernel = Callable[..., None]
@@ -36,23 +40,13 @@ def narrow_sum(value, threads):
     return value
 
 
-def _make_wide_sum(threads: int) -> Callable[..., object]:
-    warps = threads // 32
-
-    @cuda.jit(device=True, inline="always")
-    def wide_sum(value, scratch, base):
-        """Sum over `threads` threads through scratch[base : base + warps]; the caller alternates `base`."""
-        value = narrow_sum(value, 32)
-        if cuda.threadIdx.x & 31 == 0:
-            scratch[base + (cuda.threadIdx.x >> 5)] = value
-        cuda.syncthreads()
-        total = float32(0.0)
-        first = ((cuda.threadIdx.x >> 5) // warps) * warps
-        for w in range(warps):
-            total += scratch[base + first + w]
-        return total
-
-    return wide_sum
+@cuda.jit(device=True, inline="always")
+def warp_elements(warp, count, threads, vectors):
+    """Number of row elements that the lanes of a warp of the row hold."""
+    held = int64(0)
+    for j in range(vectors):
+        held += min(max(count - j * threads - 32 * warp, int64(0)), int64(32))
+    return float32(8 * held)
 
 
 def norm_forward(
@@ -67,94 +61,149 @@ def norm_forward(
     residual: bool,
     threads: int,
     vectors: int,
+    full: bool,
+    ahead: bool,
     block: int,
 ) -> Kernel:
-    """Kernel (x, residual, gain, offset, y, total, mean, rstd, rows, width, group_rows, gain_step,
-    offset_step, eps).
+    """Kernel (x, residual, gain, offset, y, total, mean, rstd, group_rows, width, gain_step, offset_step,
+    eps).
 
-    total = x + residual in the type of x (only with `residual`); y = norm(total) * g + offset, where
-    g is gain ("scale"), 1 + gain ("modulate") or 1 ("none"). Row i uses row i // group_rows of gain and
-    offset, which are `*_step` vectors apart. `mean` (LayerNorm) and `rstd` receive one float32 per row;
-    rstd 0
-    means: skip.
+    total = x + residual in the type of x (only with `residual`); y = norm(total) * g + offset, where g is
+    gain ("scale"), 1 + gain ("modulate") or 1 ("none"). blockIdx.y is the group of rows, which has one row
+    of gain and offset, `*_step` vectors after that of the group before. `mean` (LayerNorm) and `rstd`
+    receive one float32 per row. `full`: threads * vectors fill the row exactly. `ahead`: blocks walk the
+    rows of their group by the width of the grid, the loads of the next row under way while the sums of
+    this one are made; without it the grid covers all rows.
     """
-    load_x, load_r, load_w = LOAD_VECTOR[x], LOAD_VECTOR[r], LOAD_VECTOR[w]
+    load_x, load_r, load_w = LOAD_RAW[x], LOAD_RAW[r], LOAD_RAW[w]
+    expand_x, expand_r, expand_w = EXPAND[x], EXPAND[r], EXPAND[w]
     store_y, store_x, store_f32 = STORE_VECTOR[y], STORE_VECTOR[x], STORE_SCALAR["f32"]
     rounded = ROUNDED[x]
-    size = 8 * vectors
+    words_x, words_r, words_w = RAW_WORDS[x], RAW_WORDS[r], RAW_WORDS[w]
+    size, held_x, held_r, held_w = 8 * vectors, words_x * vectors, words_r * vectors, words_w * vectors
     per_block = block // threads
-    wide = threads > 32
-    sum_wide = _make_wide_sum(threads if wide else 32)
-    slots = 2 * (block // 32)
-    half = block // 32
+    wide, warps = threads > 32, max(1, threads // 32)
+    half = 2 * (block // 32)
+    slots = 2 * half
+    each = 256 * vectors  # elements of a warp in a full row
     modulate, scaled = gain == "modulate", gain != "none"
 
-    def kernel(px, pr, pg, po, py, pt, pm, ps, rows, width, group_rows, gain_step, offset_step, eps):
-        lane = cuda.threadIdx.x % threads
-        row = int64(cuda.blockIdx.x) * per_block + cuda.threadIdx.x // threads
-        live = row < rows
-        count = width >> 3
-        base = row * count
+    def kernel(px, pr, pg, po, py, pt, pm, ps, group_rows, width, gain_step, offset_step, eps):
+        lane = int64(cuda.threadIdx.x % threads)
+        sub = int64(cuda.threadIdx.x // threads)
+        count = int64(threads * vectors) if full else width >> 3
+        group = int64(cuda.blockIdx.y)
+        stride = int64(cuda.gridDim.x) * per_block
+        row = int64(cuda.blockIdx.x) * per_block + sub
+        first = group * group_rows
         v = cuda.local.array(size, float32)
         t = cuda.local.array(8, float32)
+        raw_x = cuda.local.array(held_x, uint32)
+        raw_r = cuda.local.array(held_r, uint32)
+        raw_g = cuda.local.array(held_w, uint32)
+        raw_o = cuda.local.array(held_w, uint32)
         scratch = cuda.shared.array(slots, float32)
+        for j in range(held_x):
+            raw_x[j] = uint32(0)
+        for j in range(held_r):
+            raw_r[j] = uint32(0)
         for j in range(vectors):
             c = lane + j * threads
-            if live and c < count:
-                load_x(px, base + c, v, 8 * j)
-            else:
-                for k in range(8):
-                    v[8 * j + k] = float32(0.0)
-        if residual:
+            if full or c < count:
+                if row < group_rows:
+                    load_x(px, (first + row) * count + c, raw_x, words_x * j)
+                    if residual:
+                        load_r(pr, (first + row) * count + c, raw_r, words_r * j)
+                if scaled:
+                    load_w(pg, group * gain_step + c, raw_g, words_w * j)
+                if offset:
+                    load_w(po, group * offset_step + c, raw_o, words_w * j)
+        scale = reciprocal(float32(width))
+        turn = 0
+        alive = row - sub < group_rows
+        while alive:
+            live = row < group_rows
+            base = (first + row) * count
             for j in range(vectors):
-                c = lane + j * threads
-                if live and c < count:
-                    load_r(pr, base + c, t, 0)
+                expand_x(raw_x, words_x * j, v, 8 * j)
+                if residual:
+                    expand_r(raw_r, words_r * j, t, 0)
                     for k in range(8):
                         v[8 * j + k] = rounded(v[8 * j + k] + t[k])
-                    store_x(pt, base + c, v, 8 * j)
-        scale = float32(1.0) / float32(width)
-        mean = float32(0.0)
-        if layer:
-            s = float32(0.0)
-            for j in range(size):
-                s += v[j]
-            if wide:
-                s = sum_wide(s, scratch, 0)
-            else:
-                s = narrow_sum(s, threads)
-            mean = s * scale
-        q = float32(0.0)
-        for j in range(vectors):
-            if lane + j * threads < count:
-                for k in range(8):
-                    d = v[8 * j + k] - mean
-                    q += d * d
-        if wide:
-            q = sum_wide(q, scratch, half)
-        else:
-            q = narrow_sum(q, threads)
-        rstd = inverse_root(q * scale + eps)
-        if live:
-            if lane == 0:
-                if layer:
-                    store_f32(pm, row, mean)
-                store_f32(ps, row, rstd)
-            group = row // group_rows
-            for j in range(vectors):
-                c = lane + j * threads
-                if c < count:
+                    if live and (full or lane + j * threads < count):
+                        store_x(pt, base + lane + j * threads, v, 8 * j)
+            if ahead and row + stride < group_rows:
+                for j in range(vectors):
+                    c = lane + j * threads
+                    if full or c < count:
+                        load_x(px, base + stride * count + c, raw_x, words_x * j)
+                        if residual:
+                            load_r(pr, base + stride * count + c, raw_r, words_r * j)
+            mean = float32(0.0)
+            if layer:
+                s = float32(0.0)
+                for j in range(vectors):
                     for k in range(8):
-                        v[8 * j + k] = (v[8 * j + k] - mean) * rstd
-                    if scaled:
-                        load_w(pg, group * gain_step + c, t, 0)
+                        s += v[8 * j + k]
+                s = narrow_sum(s, min(threads, 32))
+                if wide:
+                    held = float32(each) if full else warp_elements(lane >> 5, count, threads, vectors)
+                    mean = s * reciprocal(held) if held > float32(0.0) else float32(0.0)
+                else:
+                    mean = s * scale
+            q = float32(0.0)
+            for j in range(vectors):
+                if full or lane + j * threads < count:
+                    for k in range(8):
+                        d = v[8 * j + k] - mean
+                        q += d * d
+            q = narrow_sum(q, min(threads, 32))
+            if wide:
+                # Sums of the warps about their own means, joined after one barrier. The next row uses the
+                # other half of the scratch, so this barrier is also the one that protects it.
+                if lane & 31 == 0:
+                    at = turn + 2 * (cuda.threadIdx.x >> 5)
+                    scratch[at] = q
+                    if layer:
+                        scratch[at + 1] = s
+                cuda.syncthreads()
+                at = turn + 2 * warps * sub
+                q = float32(0.0)
+                if layer:
+                    s = float32(0.0)
+                    for u in range(warps):
+                        s += scratch[at + 2 * u + 1]
+                    mean = s * scale
+                for u in range(warps):
+                    q += scratch[at + 2 * u]
+                    if layer:
+                        held = float32(each) if full else warp_elements(u, count, threads, vectors)
+                        if held > float32(0.0):
+                            d = scratch[at + 2 * u + 1] * reciprocal(held) - mean
+                            q += held * d * d
+                turn = half - turn
+            rstd = inverse_root(q * scale + eps)
+            if live:
+                if lane == 0:
+                    if layer:
+                        store_f32(pm, first + row, mean)
+                    store_f32(ps, first + row, rstd)
+                for j in range(vectors):
+                    c = lane + j * threads
+                    if full or c < count:
                         for k in range(8):
-                            v[8 * j + k] *= t[k] + float32(1.0) if modulate else t[k]
-                    if offset:
-                        load_w(po, group * offset_step + c, t, 0)
-                        for k in range(8):
-                            v[8 * j + k] += t[k]
-                    store_y(py, base + c, v, 8 * j)
+                            v[8 * j + k] = (v[8 * j + k] - mean) * rstd
+                        if scaled:
+                            expand_w(raw_g, words_w * j, t, 0)
+                            for k in range(8):
+                                v[8 * j + k] *= t[k] + float32(1.0) if modulate else t[k]
+                        if offset:
+                            expand_w(raw_o, words_w * j, t, 0)
+                            for k in range(8):
+                                v[8 * j + k] += t[k]
+                        store_y(py, base + c, v, 8 * j)
+            row += stride
+            alive = ahead and row - sub < group_rows
 
     return kernel
 
@@ -171,131 +220,147 @@ def norm_backward(
     carry: bool,
     threads: int,
     vectors: int,
-    pace: int,
+    full: bool,
+    block: int,
 ) -> Kernel:
-    """Kernel (x, dy, gain, mean, rstd, dtotal, dx, part_g, part_o, rows, width, group_rows, chunk, chunks,
-    gain_step).
+    """Kernel (x, dy, gain, mean, rstd, carry, dx, part_g, part_o, group_rows, width, gain_step, chunk).
 
-    One block walks `chunk` rows of one group, `pace` rows at a time (their loads are in flight together), and
-    keeps the column sums of dy * xhat and dy in registers; part_g and part_o receive them as float32,
-    (groups * chunks, width). `carry` adds the gradient that reached the residual sum directly.
+    `full`: threads * vectors fill the row. blockIdx.y is the group, blockIdx.x a chunk of `chunk` of its
+    rows, block / threads at a time; the loads of the next rows are under way while the sums of these are
+    made. With `columns` (then block = threads) the block keeps the column sums of dy * xhat and dy in
+    registers and writes them as float32 rows of part_g and part_o, (groups * chunks, width). `carry` adds
+    the gradient that reached the residual sum directly.
     """
-    load_x, load_y, load_w, load_f32 = LOAD_VECTOR[x], LOAD_VECTOR[y], LOAD_VECTOR[w], LOAD_SCALAR["f32"]
+    load_x, load_y, load_w, load_f32 = LOAD_RAW[x], LOAD_RAW[y], LOAD_VECTOR[w], LOAD_SCALAR["f32"]
+    load_c = LOAD_VECTOR[x]
+    expand_x, expand_y = EXPAND[x], EXPAND[y]
     store_x, store_part = STORE_VECTOR[x], STORE_VECTOR["f32"]
-    size = 8 * vectors
-    held = size * pace
-    warps = threads // 32
-    slots = 2 * 2 * warps * pace
-    stage = 2 * warps * pace
+    words_x, words_y = RAW_WORDS[x], RAW_WORDS[y]
+    size, held_x, held_y = 8 * vectors, words_x * vectors, words_y * vectors
+    per_block = block // threads
+    wide, warps = threads > 32, max(1, threads // 32)
+    half = 2 * (block // 32)
+    slots = 2 * half
     modulate, scaled = gain == "modulate", gain != "none"
 
-    def kernel(px, pd, pg, pm, ps, pc, po, part_g, part_o, rows, width, group_rows, chunk, chunks, gain_step):
-        lane = cuda.threadIdx.x
-        count = width >> 3
-        block = int64(cuda.blockIdx.x)
-        group = block // chunks
-        begin = group * group_rows + (block - group * chunks) * chunk
-        end = min(begin + chunk, (group + 1) * group_rows)
+    def kernel(px, pd, pg, pm, ps, pc, po, part_g, part_o, group_rows, width, gain_step, chunk):
+        lane = int64(cuda.threadIdx.x % threads)
+        sub = int64(cuda.threadIdx.x // threads)
+        count = int64(threads * vectors) if full else width >> 3
+        group = int64(cuda.blockIdx.y)
+        first = group * group_rows
+        begin = int64(cuda.blockIdx.x) * chunk
+        end = min(begin + chunk, group_rows)
+        row = begin + sub
         g = cuda.local.array(size, float32)
         sum_g = cuda.local.array(size, float32)
         sum_o = cuda.local.array(size, float32)
-        h = cuda.local.array(held, float32)
-        d = cuda.local.array(held, float32)
-        a1 = cuda.local.array(pace, float32)
-        a2 = cuda.local.array(pace, float32)
-        mean = cuda.local.array(pace, float32)
-        rstd = cuda.local.array(pace, float32)
+        h = cuda.local.array(size, float32)
+        d = cuda.local.array(size, float32)
         t = cuda.local.array(8, float32)
+        raw_x = cuda.local.array(held_x, uint32)
+        raw_y = cuda.local.array(held_y, uint32)
         scratch = cuda.shared.array(slots, float32)
-        for j in range(size):
-            g[j] = float32(1.0)
-            sum_g[j] = float32(0.0)
-            sum_o[j] = float32(0.0)
-        if scaled:
-            for j in range(vectors):
-                c = lane + j * threads
-                if c < count:
+        for j in range(held_x):
+            raw_x[j] = uint32(0)
+        for j in range(held_y):
+            raw_y[j] = uint32(0)
+        next_mean = float32(0.0)
+        next_rstd = float32(0.0)
+        if row < end:
+            if layer:
+                next_mean = load_f32(pm, first + row)
+            next_rstd = load_f32(ps, first + row)
+        for j in range(vectors):
+            for k in range(8):
+                g[8 * j + k] = float32(1.0)
+                sum_g[8 * j + k] = float32(0.0)
+                sum_o[8 * j + k] = float32(0.0)
+            c = lane + j * threads
+            if full or c < count:
+                if row < end:
+                    load_x(px, (first + row) * count + c, raw_x, words_x * j)
+                    load_y(pd, (first + row) * count + c, raw_y, words_y * j)
+                if scaled:
                     load_w(pg, group * gain_step + c, g, 8 * j)
                     if modulate:
                         for k in range(8):
                             g[8 * j + k] += float32(1.0)
-        scale = float32(1.0) / float32(width)
+        scale = reciprocal(float32(width))
         turn = 0
-        row = begin
-        while row < end:
-            for p in range(pace):
-                live = row + p < end
-                mean[p] = float32(0.0)
-                rstd[p] = float32(0.0)
-                if live:
-                    if layer:
-                        mean[p] = load_f32(pm, row + p)
-                    rstd[p] = load_f32(ps, row + p)
+        while row - sub < end:
+            live = row < end
+            base = (first + row) * count
+            mean = next_mean
+            rstd = next_rstd
+            for j in range(vectors):
+                expand_x(raw_x, words_x * j, h, 8 * j)
+                expand_y(raw_y, words_y * j, d, 8 * j)
+            if row + per_block < end:
+                if layer:
+                    next_mean = load_f32(pm, first + row + per_block)
+                next_rstd = load_f32(ps, first + row + per_block)
                 for j in range(vectors):
                     c = lane + j * threads
-                    at = p * size + 8 * j
-                    if live and c < count:
-                        load_x(px, (row + p) * count + c, h, at)
-                        load_y(pd, (row + p) * count + c, d, at)
-                    else:
-                        for k in range(8):
-                            h[at + k] = float32(0.0)
-                            d[at + k] = float32(0.0)
-            for p in range(pace):
+                    if full or c < count:
+                        load_x(px, base + per_block * count + c, raw_x, words_x * j)
+                        load_y(pd, base + per_block * count + c, raw_y, words_y * j)
+            s1 = float32(0.0)
+            s2 = float32(0.0)
+            for j in range(vectors):
+                for k in range(8):
+                    at = 8 * j + k
+                    # Lanes past the end of the row hold dy = 0, so what they hold for x does not matter.
+                    h[at] = (h[at] - mean) * rstd
+                    if columns:
+                        sum_g[at] += d[at] * h[at]
+                        if offset:
+                            sum_o[at] += d[at]
+                    d[at] *= g[at]
+                    s1 += d[at]
+                    s2 += d[at] * h[at]
+            if layer:
+                s1 = narrow_sum(s1, min(threads, 32))
+            s2 = narrow_sum(s2, min(threads, 32))
+            if wide:
+                if lane & 31 == 0:
+                    at = turn + 2 * (cuda.threadIdx.x >> 5)
+                    scratch[at] = s2
+                    if layer:
+                        scratch[at + 1] = s1
+                # One barrier a row: the next row writes the other half.
+                cuda.syncthreads()
+                at = turn + 2 * warps * sub
                 s1 = float32(0.0)
                 s2 = float32(0.0)
+                for u in range(warps):
+                    s2 += scratch[at + 2 * u]
+                    if layer:
+                        s1 += scratch[at + 2 * u + 1]
+                turn = half - turn
+            if live:
+                m1 = s1 * scale if layer else float32(0.0)
+                m2 = s2 * scale
                 for j in range(vectors):
-                    inside = lane + j * threads < count
-                    for k in range(8):
-                        at = p * size + 8 * j + k
-                        xhat = (h[at] - mean[p]) * rstd[p] if inside else float32(0.0)
-                        h[at] = xhat
-                        if columns:
-                            sum_g[8 * j + k] += d[at] * xhat
-                            if offset:
-                                sum_o[8 * j + k] += d[at]
-                        d[at] *= g[8 * j + k]
-                        s1 += d[at]
-                        s2 += d[at] * xhat
-                a1[p] = narrow_sum(s1, 32) if layer else float32(0.0)
-                a2[p] = narrow_sum(s2, 32)
-            if warps > 1:
-                if lane & 31 == 0:
-                    for p in range(pace):
-                        scratch[turn + (2 * p) * warps + (lane >> 5)] = a1[p]
-                        scratch[turn + (2 * p + 1) * warps + (lane >> 5)] = a2[p]
-                cuda.syncthreads()
-                for p in range(pace):
-                    a1[p] = float32(0.0)
-                    a2[p] = float32(0.0)
-                    for u in range(warps):
-                        a1[p] += scratch[turn + (2 * p) * warps + u]
-                        a2[p] += scratch[turn + (2 * p + 1) * warps + u]
-                # The next round writes the other half, so one barrier a round is enough.
-                turn = stage - turn
-            for p in range(pace):
-                if row + p < end:
-                    m1 = a1[p] * scale
-                    m2 = a2[p] * scale
-                    for j in range(vectors):
-                        c = lane + j * threads
-                        at = p * size + 8 * j
-                        if c < count:
+                    c = lane + j * threads
+                    if full or c < count:
+                        for k in range(8):
+                            at = 8 * j + k
+                            d[at] = (d[at] - m1 - h[at] * m2) * rstd
+                        if carry:
+                            load_c(pc, base + c, t, 0)
                             for k in range(8):
-                                d[at + k] = (d[at + k] - m1 - h[at + k] * m2) * rstd[p]
-                            if carry:
-                                load_x(pc, (row + p) * count + c, t, 0)
-                                for k in range(8):
-                                    d[at + k] += t[k]
-                            store_x(po, (row + p) * count + c, d, at)
-            row += pace
+                                d[8 * j + k] += t[k]
+                        store_x(po, base + c, d, 8 * j)
+            row += per_block
         if columns:
+            line = group * int64(cuda.gridDim.x) + int64(cuda.blockIdx.x)
             for j in range(vectors):
                 c = lane + j * threads
-                if c < count:
-                    store_part(part_g, block * count + c, sum_g, 8 * j)
+                if full or c < count:
+                    store_part(part_g, line * count + c, sum_g, 8 * j)
                     if offset:
-                        store_part(part_o, block * count + c, sum_o, 8 * j)
+                        store_part(part_o, line * count + c, sum_o, 8 * j)
 
     return kernel
 

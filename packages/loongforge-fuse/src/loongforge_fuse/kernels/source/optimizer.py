@@ -16,8 +16,10 @@ from collections.abc import Callable
 from numba import cuda, float32, int64
 
 from loongforge_fuse.kernels.source.intrinsics import (
+    LOAD_QUAD,
     LOAD_SCALAR,
     LOAD_VECTOR,
+    STORE_QUAD,
     STORE_SCALAR,
     STORE_VECTOR,
     address_at,
@@ -144,8 +146,11 @@ def adamw_update(*, p: str, g: str, s: str, master: bool, chunk: int) -> Kernel:
     `lr` and `decay` hold one float32 for each parameter group. With `master` the float32 master is the
     parameter and `p` receives its rounded copy. Nothing is written when the skip flag is set.
     """
-    load_p, load_g, load_s, load_f = LOAD_VECTOR[p], LOAD_VECTOR[g], LOAD_VECTOR[s], LOAD_VECTOR["f32"]
-    store_p, store_s, store_f = STORE_VECTOR[p], STORE_VECTOR[s], STORE_VECTOR["f32"]
+    # Float32 is accessed four elements a thread, see ``STORE_QUAD``; all-half states eight.
+    each, shift = (8, 3) if "f32" not in (p, g, s) and not master else (4, 2)
+    loads, stores = (LOAD_VECTOR, STORE_VECTOR) if each == 8 else (LOAD_QUAD, STORE_QUAD)
+    load_p, load_g, load_s, load_f = loads[p], loads[g], loads[s], loads["f32"]
+    store_p, store_s, store_f = stores[p], stores[s], stores["f32"]
     load1_p, load1_g, load1_s, load1_f = LOAD_SCALAR[p], LOAD_SCALAR[g], LOAD_SCALAR[s], LOAD_SCALAR["f32"]
     store1_p, store1_s, store1_f = STORE_SCALAR[p], STORE_SCALAR[s], STORE_SCALAR["f32"]
 
@@ -163,15 +168,15 @@ def adamw_update(*, p: str, g: str, s: str, master: bool, chunk: int) -> Kernel:
             decay = float32(1.0) - lr * load1_f(decays, group)
             size = lr * load1_f(scalars, 1)
             fix = load1_f(scalars, 2)
-            a = cuda.local.array(8, float32)
-            b = cuda.local.array(8, float32)
-            c = cuda.local.array(8, float32)
-            d = cuda.local.array(8, float32)
+            a = cuda.local.array(each, float32)
+            b = cuda.local.array(each, float32)
+            c = cuda.local.array(each, float32)
+            d = cuda.local.array(each, float32)
             tail = begin
             if wide:
-                tail = end & ~int64(7)
-                i = (begin >> 3) + int64(cuda.threadIdx.x)
-                while i < end >> 3:
+                tail = end & ~int64(each - 1)
+                i = (begin >> shift) + int64(cuda.threadIdx.x)
+                while i < end >> shift:
                     if master:
                         load_f(pf, i, a, 0)
                     else:
@@ -179,7 +184,7 @@ def adamw_update(*, p: str, g: str, s: str, master: bool, chunk: int) -> Kernel:
                     load_g(pg, i, b, 0)
                     load_s(pm, i, c, 0)
                     load_s(pv, i, d, 0)
-                    for k in range(8):
+                    for k in range(each):
                         a[k], c[k], d[k] = adamw_value(
                             a[k],
                             b[k] * factor,

@@ -1,0 +1,257 @@
+"""Per-head RMSNorm and rotary position embedding of queries or keys in one pass."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from loongforge_fuse.kernels.driver import Function
+from loongforge_fuse.kernels.launcher import KernelUnavailableError
+from loongforge_fuse.kernels.specs import KernelSpec
+from loongforge_fuse.ops import reference
+from loongforge_fuse.ops._common import (
+    BLOCK,
+    CODES,
+    Context,
+    aligned,
+    define,
+    differentiable,
+    fell_back,
+    kernel,
+    plain,
+    wants_grad,
+)
+from loongforge_fuse.ops.norm_plan import column_spec
+
+_WIDTHS = (16, 32, 64, 128, 256)
+
+
+def rope_spec(x: str, w: str, c: str, width: int) -> KernelSpec:
+    """Return the specification of the forward kernel."""
+    return KernelSpec(
+        module="rope",
+        maker="head_norm_rope_forward",
+        options={"x": x, "w": w, "c": c, "width": width},
+        arguments="PPPPPqqqf",
+    )
+
+
+def rope_backward_spec(x: str, w: str, c: str, width: int, *, columns: bool) -> KernelSpec:
+    """Return the specification of the backward kernel."""
+    return KernelSpec(
+        module="rope",
+        maker="head_norm_rope_backward",
+        options={"x": x, "w": w, "c": c, "width": width, "columns": columns},
+        arguments="PPPPPPPqqqqf",
+    )
+
+
+@cache
+def _forward_function(device: int, x: str, w: str, c: str, width: int) -> Function:
+    return kernel(rope_spec(x, w, c, width), device)
+
+
+@cache
+def _backward_function(device: int, x: str, w: str, c: str, width: int, columns: bool) -> Function:  # noqa: FBT001
+    return kernel(rope_backward_spec(x, w, c, width, columns=columns), device)
+
+
+def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return cos.reshape(-1, cos.shape[-1]).contiguous(), sin.reshape(-1, sin.shape[-1]).contiguous()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (B, L, H, D) by tables of (L, D) or (B, L, D)."""
+    low, high = x.chunk(2, -1)
+    return x * cos.unsqueeze(-2) + torch.cat((-high, low), -1) * sin.unsqueeze(-2)
+
+
+def _reference(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    h = reference.wide(x)
+    y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.to(h.dtype)
+    return _rotate(y, cos.to(h.dtype), sin.to(h.dtype)).to(x.dtype).contiguous()
+
+
+def _backward_reference(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    columns: bool,  # noqa: FBT001 - the schema's order
+) -> tuple[Tensor, Tensor]:
+    h, g, w = reference.wide(x), reference.wide(grad), reference.wide(weight)
+    low, high = (g * sin.to(g.dtype).unsqueeze(-2)).chunk(2, -1)
+    g = g * cos.to(g.dtype).unsqueeze(-2) + torch.cat((high, -low), -1)
+    rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    xhat = h * rstd
+    inner = g * w.to(g.dtype)
+    dx = (inner - xhat * (inner * xhat).mean(-1, keepdim=True)) * rstd
+    sums = torch.float64 if h.dtype == torch.float64 else torch.float32
+    dw = (g * xhat).flatten(0, -2).sum(0).to(sums) if columns else x.new_empty(0, dtype=sums)
+    return dx.to(x.dtype).contiguous(), dw
+
+
+def _refusal(x: Tensor, *others: Tensor) -> str | None:
+    if x.shape[-1] not in _WIDTHS:
+        return f"head width {x.shape[-1]}"
+    for tensor in (x, *others):
+        if tensor.dtype not in CODES:
+            return f"dtype {tensor.dtype}"
+    return None if aligned(x, *others) else "address is not a multiple of 16 bytes"
+
+
+def _rope_cuda(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    x, weight = x.contiguous(), weight.contiguous()
+    table_cos, table_sin = _tables(cos, sin)
+    reason = _refusal(x, weight, table_cos, table_sin)
+    if reason is None and cos.dtype != sin.dtype:
+        reason = f"cos {cos.dtype} and sin {sin.dtype}"
+    call = None
+    width, device = x.shape[-1], x.get_device()
+    if reason is None:
+        try:
+            call = _forward_function(device, CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype], width)
+        except KernelUnavailableError as error:
+            reason = str(error)
+    if call is None:
+        fell_back("head_norm_rope", reason or "no kernel")
+        return _reference(x, weight, cos, sin, eps)
+    y = torch.empty_like(x)
+    rows = x.numel() // width
+    if rows:
+        pointers = (
+            x.data_ptr(),
+            weight.data_ptr(),
+            table_cos.data_ptr(),
+            table_sin.data_ptr(),
+            y.data_ptr(),
+        )
+        grid = (-(-rows // (BLOCK // (width // 8))), 1)
+        call.run(*grid, (*pointers, rows, x.shape[-2], table_cos.shape[0], eps))
+    return y
+
+
+def _rope_backward_cuda(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    columns: bool,  # noqa: FBT001 - the schema's order
+) -> tuple[Tensor, Tensor]:
+    grad, x, weight = grad.to(x.dtype).contiguous(), x.contiguous(), weight.contiguous()
+    table_cos, table_sin = _tables(cos, sin)
+    reason = _refusal(x, grad, weight, table_cos, table_sin)
+    call = None
+    width, device = x.shape[-1], x.get_device()
+    if reason is None:
+        try:
+            codes = CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype]
+            call = _backward_function(device, *codes, width, columns)
+        except KernelUnavailableError as error:
+            reason = str(error)
+    if call is None:
+        fell_back("head_norm_rope_backward", reason or "no kernel")
+        return _backward_reference(grad, x, weight, cos, sin, eps, columns)
+    dx = torch.empty_like(x)
+    rows, per_block = x.numel() // width, BLOCK // (width // 8)
+    wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    chunk = max(1, -(-rows // (wanted * per_block))) if columns else 1
+    blocks = -(-rows // (per_block * chunk))
+    part = x.new_empty((blocks * per_block, width) if columns else 0, dtype=torch.float32)
+    if rows:
+        pointers = (x, weight, table_cos, table_sin, grad, dx, part)
+        sizes = (rows, x.shape[-2], table_cos.shape[0], chunk)
+        addresses = [t.data_ptr() for t in pointers]
+        call.run(blocks, 1, (*addresses, *sizes, eps))
+    if not columns:
+        return dx, part
+    if not rows:
+        return dx, part.new_zeros(width)
+    dw = part.new_empty(width)
+    sums = kernel(column_spec(), device)
+    sums.run(-(-width // 32), 1, (part.data_ptr(), dw.data_ptr(), width, part.shape[0]))
+    return dx, dw
+
+
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    columns: bool,  # noqa: FBT001 - the schema's order
+) -> tuple[Tensor, Tensor]:
+    sums = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1] if columns else 0, dtype=sums)
+
+
+_ROPE = define(
+    "head_norm_rope(Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps) -> Tensor",
+    cpu=_reference,
+    cuda=_rope_cuda,
+    fake=lambda x, weight, cos, sin, eps: x.new_empty(x.shape),
+)
+define(
+    "head_norm_rope_backward(Tensor grad, Tensor x, Tensor weight, Tensor cos, Tensor sin, float eps,"
+    " bool columns) -> (Tensor, Tensor)",
+    cpu=_backward_reference,
+    cuda=_rope_backward_cuda,
+    fake=_backward_fake,
+)
+
+
+def _setup(ctx: Context, inputs: tuple, output: Tensor) -> None:
+    x, weight, cos, sin, eps = inputs
+    ctx.save_for_backward(x, weight, cos, sin)
+    ctx.eps = eps
+
+
+def _grad(ctx: Context, grad: Tensor) -> tuple:
+    x, weight, cos, sin = ctx.saved_tensors
+    columns = ctx.needs_input_grad[1]
+    if plain(grad, x):
+        dx, dw = _rope_backward_cuda(grad, x, weight, cos, sin, ctx.eps, columns)
+    else:
+        dx, dw = torch.ops.loongforge.head_norm_rope_backward(grad, x, weight, cos, sin, ctx.eps, columns)
+    return dx, dw.to(weight.dtype) if columns else None, None, None, None
+
+
+_fast = differentiable(_ROPE, cuda=_rope_cuda, setup_context=_setup, backward=_grad)
+
+
+def head_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """RMSNorm over each head, then the half-split rotation, as Qwen3 does with queries and keys.
+
+    Args:
+        x: (B, L, H, D), e.g. a projection's output viewed by heads. D of 16, 32, 64, 128 or 256 has a kernel.
+        weight: (D,).
+        cos: (L, D) or (B, L, D); no gradient flows to it.
+        sin: like `cos`.
+        eps: added to the mean square.
+
+    Returns:
+        (B, L, H, D), contiguous, in the type of x; transpose for attention.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    tables = (x.shape[1], x.shape[-1]), (x.shape[0], x.shape[1], x.shape[-1])
+    if x.dim() != 4 or cos.shape != sin.shape or tuple(cos.shape) not in tables or x.shape[-1] % 2:
+        found = f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+        message = f"head_norm_rope: need x (B, L, H, D) and cos, sin (L, D) or (B, L, D), got {found}"
+        raise ValueError(message)
+    if weight.shape != (x.shape[-1],):
+        message = f"head_norm_rope: weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}"
+        raise ValueError(message)
+    if plain(x, weight, cos, sin):
+        return (
+            _fast(x, weight, cos, sin, eps) if wants_grad(x, weight) else _rope_cuda(x, weight, cos, sin, eps)
+        )
+    return torch.ops.loongforge.head_norm_rope(x, weight, cos, sin, eps)

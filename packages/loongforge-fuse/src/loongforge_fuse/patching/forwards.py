@@ -1,0 +1,155 @@
+"""Fused forwards: each computes what the named module computes, with fewer passes over memory.
+
+Linear layers are called as modules, so their hooks, wrappers and autocast keep working. Under autocast, norms
+whose only consumers are linear layers return the autocast type at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from loongforge_fuse import ops
+
+# Submodules are reached by attribute names that the patterns have checked.
+Module = Any
+
+
+def _linear_input(x: Tensor) -> torch.dtype:
+    """Type in which a linear layer will read its input."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _keys(count: int, device: torch.device) -> Tensor:
+    """Draw `count` dropout keys from torch's generator.
+
+    That generator is the one state of randomness: manual_seed, checkpoints, activation recomputation and CUDA
+    graphs all handle it already.
+    """
+    return torch.randint(0, 2**62, (count, 2), device=device)
+
+
+def _drop(module: Module) -> float:
+    return float(module.p) if module.training else 0.0
+
+
+def layer_norm(module: Module, x: Tensor) -> Tensor:
+    """nn.LayerNorm over the last dimension."""
+    # torch runs layer_norm in float32 under autocast and returns float32.
+    kind = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+    weight, bias = module.weight, module.bias
+    return ops.layer_norm_modulate(_rows(x), weight=weight, bias=bias, eps=module.eps, dtype=kind).view(
+        x.shape
+    )
+
+
+def rms_norm(module: Module, x: Tensor) -> Tensor:
+    """RMSNorm that returns the input's type, with the weight's multiplication inside."""
+    return ops.rms_norm(_rows(x), weight=module.weight, eps=rms_eps(module)).view(x.shape)
+
+
+def rms_eps(module: Module) -> float:
+    """Return the epsilon of an RMSNorm, however the class calls it."""
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return float(torch.finfo(torch.float32).eps if eps is None else eps)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == 1 else x
+
+
+def gelu_tanh_mlp(module: Module, x: Tensor) -> Tensor:
+    """fc2(gelu_tanh(fc1(x)))."""
+    return module.fc2(ops.gelu_tanh(module.fc1(x)))
+
+
+def silu_gated_mlp(module: Module, x: Tensor) -> Tensor:
+    """down_proj(silu(gate_proj(x)) * up_proj(x))."""
+    return module.down_proj(ops.silu_mul(module.gate_proj(x), module.up_proj(x)))
+
+
+def vision_block(module: Module, x: Tensor) -> Tensor:
+    """Pre-norm attention and MLP; the addition after attention joins the second norm."""
+    first, second = module.layer_norm1, module.layer_norm2
+    kind = _linear_input(x)
+    y = ops.layer_norm_modulate(x, weight=first.weight, bias=first.bias, eps=first.eps, dtype=kind)
+    attended = module.self_attn(y)
+    y, total = ops.layer_norm_modulate(
+        x, residual=attended, weight=second.weight, bias=second.bias, eps=second.eps, dtype=kind
+    )
+    return total + module.mlp(y)
+
+
+def language_attention(module: Module, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Causal grouped-query attention; head norms and rotation are one pass each for queries and keys."""
+    b, length, _ = x.shape
+    shape = (b, length, -1, module.head_dim)
+    q_norm, k_norm = module.q_norm, module.k_norm
+    q = ops.head_norm_rope(module.q_proj(x).view(shape), q_norm.weight, cosines, sines, eps=rms_eps(q_norm))
+    k = ops.head_norm_rope(module.k_proj(x).view(shape), k_norm.weight, cosines, sines, eps=rms_eps(k_norm))
+    v = module.v_proj(x).view(shape)
+    mixed = functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=module.grouped
+    )
+    return module.o_proj(mixed.transpose(1, 2).reshape(b, length, -1))
+
+
+def language_layer(module: Module, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Pre-norm decoder layer; the first addition joins the second norm."""
+    first, second = module.input_layernorm, module.post_attention_layernorm
+    attended = module.self_attn(ops.rms_norm(x, weight=first.weight, eps=rms_eps(first)), cosines, sines)
+    y, total = ops.rms_norm(x, residual=attended, weight=second.weight, eps=rms_eps(second))
+    return total + module.mlp(y)
+
+
+def dit_block(
+    module: Module, x: Tensor, activated_time: Tensor, memory: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Modulated norm, attention, norm, feed-forward, with all four dropouts folded into three passes."""
+    attention, (project, middle, last, after) = module.attn1, module.ff.net
+    scale, shift = module.norm1.linear(activated_time).chunk(2, dim=-1)
+    kind = _linear_input(x)
+    normed = ops.layer_norm_modulate(x, scale=scale, shift=shift, eps=1e-5, dtype=kind)
+    attended = _attend(attention, normed, normed if memory is None else memory, bias)
+    # Two dropouts in series on the attention output are one with the joint probability.
+    first = ops.series_probability(_drop(attention.to_out[1]), _drop(module.final_dropout))
+    chances = (first, _drop(middle), _drop(after))
+    keys = _keys(3, x.device) if any(chances) else None
+    if first:
+        x = ops.dropout_residual(attended, x, p=first, key=_pick(keys, 0))
+        normed = ops.layer_norm_modulate(x, eps=1e-5, dtype=kind)
+    else:
+        normed, x = ops.layer_norm_modulate(x, residual=attended, eps=1e-5, dtype=kind)
+    inner = ops.gelu_tanh(project.proj(normed), p=chances[1], key=_pick(keys, 1))
+    return ops.dropout_residual(last(inner), x, p=chances[2], key=_pick(keys, 2))
+
+
+def _pick(keys: Tensor | None, row: int) -> Tensor | None:
+    return None if keys is None else keys[row]
+
+
+def _attend(module: Module, x: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
+    """Multi-head attention and output projection, without the dropout that follows."""
+    b, t, d = x.shape
+    q = module.to_q(x).view(b, t, module.heads, -1).transpose(1, 2)
+    k = module.to_k(memory).view(b, memory.shape[1], module.heads, -1).transpose(1, 2)
+    v = module.to_v(memory).view(b, memory.shape[1], module.heads, -1).transpose(1, 2)
+    mask = None if bias is None else bias.to(q.dtype).expand(b, module.heads, t, -1)
+    mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return module.to_out[0](mixed.transpose(1, 2).reshape(b, t, d))
+
+
+def is_tanh_gelu(value: object) -> bool:
+    """Tell whether an activation is GELU in its tanh form."""
+    if isinstance(value, nn.GELU):
+        return value.approximate == "tanh"
+    return type(value).__name__ in ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
+
+
+def is_silu(value: object) -> bool:
+    """Tell whether an activation is SiLU."""
+    return isinstance(value, nn.SiLU) or type(value).__name__ == "SiLUActivation"

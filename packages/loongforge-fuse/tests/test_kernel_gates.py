@@ -1,0 +1,185 @@
+"""Kernels compile for three architectures without a GPU and keep their limits; the store finds them again."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("numba.cuda", reason="needs numba-cuda to compile kernels")
+
+from loongforge_fuse.__main__ import main
+from loongforge_fuse.kernels import driver, launcher, store
+from loongforge_fuse.kernels.catalog import FAMILIES, catalog
+from loongforge_fuse.kernels.command import gate
+from loongforge_fuse.kernels.compiler import KernelCompileError, compile_kernel
+from loongforge_fuse.kernels.specs import ARCHITECTURES, KernelSpec
+
+
+def sample() -> list[KernelSpec]:
+    """One variant of every maker: the bf16 one with most options on."""
+    chosen: dict[str, KernelSpec] = {}
+    for spec in catalog():
+        score = (
+            "bf16" in spec.options.values(),
+            spec.options.get("threads", 0) in (32, 256),
+            sum(v is True for v in spec.options.values()),
+        )
+        best = chosen.get(spec.maker)
+        if best is None or score > rank[spec.maker]:
+            chosen[spec.maker] = spec
+            rank[spec.maker] = score
+    return list(chosen.values())
+
+
+rank: dict[str, tuple] = {}
+SAMPLE = sample()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("spec", SAMPLE, ids=lambda s: s.maker)
+def test_one_variant_of_each_kernel_passes_the_gate(spec, arch):
+    assert gate(compile_kernel(spec, arch)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "tuning"])
+def test_every_shipped_kernel_passes_the_gate(family):
+    problems = {}
+    for arch in ARCHITECTURES:
+        for spec in catalog(family):
+            found = gate(compile_kernel(spec, arch))
+            if found:
+                problems[arch, spec.name] = found
+    assert problems == {}
+
+
+def test_catalog_names_are_unique_and_short_enough_for_files():
+    names = [s.name for s in catalog()]
+    assert len(set(names)) == len(names)
+    assert max(len(store.file_name(s, "sm_100")) for s in catalog()) < 200
+    with pytest.raises(ValueError, match="unknown kernel family 'x'"):
+        catalog("x")
+
+
+def test_a_half_vector_is_one_access_and_a_float_vector_two():
+    from loongforge_fuse.ops.elementwise import elementwise_spec
+
+    spec = elementwise_spec("cast_scale", x="f32", y="bf16", vector=True, count_bad=True, device_scale=False)
+    report = compile_kernel(spec, "sm_90").report
+    assert (report.vector_loads, report.vector_stores) == (2, 1)
+    assert report.double_operations == report.spill_bytes == report.stack_bytes == 0
+
+
+def test_a_kernel_that_is_wrong_names_itself():
+    spec = KernelSpec(module="elementwise", maker="silu_mul_forward", options={"x": "bf16"}, arguments="PPPq")
+    with pytest.raises(KernelCompileError, match="silu_mul_forward"):
+        compile_kernel(spec, "sm_90")
+    with pytest.raises(ValueError, match="arch must look like 'sm_90', got 'hopper'"):
+        compile_kernel(spec, "hopper")
+
+
+def test_build_writes_cubins_that_are_found_without_numba(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOONGFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(["kernels", "build", "--arch", "sm_90", "--match", "philox", "--out", str(tmp_path)]) == 0
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["format_version"] == 1
+    assert [k["name"] for k in manifest["kernels"]] == ["philox_tick_b32"]
+    code = (
+        "import sys\n"
+        "from loongforge_fuse.kernels import store\n"
+        "from loongforge_fuse.ops.dropout import tick_spec\n"
+        "assert store.find(tick_spec(), 'sm_90')[:4] == b'\\x7fELF'\n"
+        "assert store.find(tick_spec(), 'sm_80') is None\n"
+        "sys.exit(any(n.split('.')[0] == 'numba' for n in sys.modules))\n"
+    )
+    environment = dict(os.environ, LOONGFORGE_CUBIN_DIR=str(tmp_path))
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False).returncode
+        == 0
+    )
+
+
+def test_a_changed_source_does_not_match_an_old_cubin(tmp_path, monkeypatch):
+    from loongforge_fuse.kernels import specs
+    from loongforge_fuse.ops.dropout import tick_spec
+
+    monkeypatch.setenv("LOONGFORGE_CUBIN_DIR", str(tmp_path))
+    monkeypatch.setenv("LOONGFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    store.save(compile_kernel(tick_spec(), "sm_90"), tmp_path)
+    assert store.find(tick_spec(), "sm_90") is not None
+    monkeypatch.setattr(specs, "_source_text_hash", lambda module: "another")
+    assert store.find(tick_spec(), "sm_90") is None
+
+
+def test_check_reports_success_in_its_exit_code(capsys):
+    assert main(["kernels", "list", "--arch", "sm_90", "--match", "philox"]) == 0
+    assert "registers" in capsys.readouterr().out
+    assert main(["kernels", "check", "--arch", "sm_90", "--match", "philox"]) == 0
+
+
+def test_no_cubin_and_no_compiler_is_a_reason_not_a_crash(tmp_path, monkeypatch):
+    from loongforge_fuse.ops.dropout import tick_spec
+
+    monkeypatch.setenv("LOONGFORGE_KERNEL_COMPILE", "0")
+    with pytest.raises(launcher.KernelUnavailableError, match="LOONGFORGE_KERNEL_COMPILE=0"):
+        launcher._compile(tick_spec(), "sm_90")
+
+
+def test_arguments_are_packed_at_their_natural_alignment():
+    layout, places, size = driver._layout("PifqPf")
+    assert places == (64, 72, 76, 80, 88, 96)
+    buffer = bytearray(size)
+    layout.pack_into(buffer, 0, 1, 2, 1, 256, 1, 1, 0, 77, 0, 0, 10, 11, 1.5, 12, 13, 2.5)
+    assert struct.unpack_from("7I", buffer) == (1, 2, 1, 256, 1, 1, 0)
+    assert struct.unpack_from("Q", buffer, 32) == (77,)
+    assert struct.unpack_from("Qif", buffer, 64) == (10, 11, 1.5)
+    assert struct.unpack_from("qQf", buffer, 80) == (12, 13, 2.5)
+
+
+def test_a_machine_without_a_driver_gets_a_clear_error(monkeypatch):
+    driver._library.cache_clear()
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    try:
+        with pytest.raises(driver.DriverError, match="need an NVIDIA driver"):
+            driver._library()
+    finally:
+        driver._library.cache_clear()
+
+
+def test_index_logic_runs_in_the_simulator_and_covers_every_pixel_once():
+    code = """
+import numpy as np
+from numba import cuda
+from loongforge_fuse.kernels.source.indexing import patch_element, source_pixel
+
+@cuda.jit
+def twin(out, patch, channels, last):
+    k = cuda.grid(1)
+    if k < out.shape[0]:
+        out[k, 0], out[k, 1], out[k, 2] = patch_element(k, patch, channels, last)
+
+for patch in (14, 16):
+    for last in (True, False):
+        out = np.zeros((patch * patch * 3, 3), dtype=np.int64)
+        twin[(out.shape[0] + 63) // 64, 64](out, patch, 3, last)
+        order = (patch, patch, 3) if last else (3, patch, patch)
+        want = np.stack(np.unravel_index(np.arange(out.shape[0]), order), 1)
+        want = want if last else want[:, [1, 2, 0]]
+        assert (out == want).all(), (patch, last)
+"""
+    environment = dict(os.environ, NUMBA_ENABLE_CUDASIM="1")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        timeout=170,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
