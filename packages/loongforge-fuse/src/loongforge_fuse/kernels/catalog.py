@@ -96,7 +96,7 @@ def _norm_types(width: int) -> tuple[tuple[str, str, str, str], ...]:
     """Return the type mixtures built for a width; float16 and pure float32 only where tests and models use
     them.
     """
-    types = [_SAME["bf16"], *(_MIXED if width >= 1024 else ())]
+    types = [_SAME["bf16"], *(_MIXED if 1024 <= width <= 2048 else ())]
     if width <= 256 or width in (1536, 2048):
         types.append(_SAME["f32"])
     if width in (48, 2048):
