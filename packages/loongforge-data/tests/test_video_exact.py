@@ -3,10 +3,12 @@
 import random
 from pathlib import Path
 
+import av
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loongforge_data.video import VideoFile
+from loongforge_data.video.mp4 import read_samples
 
 MEDIA = (
     "av1_video.mkv",
@@ -153,3 +155,75 @@ def test_a_seek_is_taken_only_where_it_saves_decoding(tmp_path, clips):
         assert video.counters.decoded == 4 + 2
         list(video.decode([65]))
         assert video.counters.decoded == 4 + 2 + 4
+
+
+MP4_CASES = {name: case for name, case in ENCODINGS.items() if case[2] == ".mp4"}
+
+
+@pytest.mark.parametrize("name", MP4_CASES)
+def test_the_index_of_an_mp4_says_what_its_packets_say(tmp_path, clips, name):
+    """The table read from `moov` equals the pass over the packets: pts, dts and key packets."""
+    codec, options, _ = MP4_CASES[name]
+    path = clips.write(tmp_path / "clip.mp4", codec=codec, options=options, frames=45)
+    assert_same_tables(path)
+
+
+@pytest.mark.parametrize("name", [name for name in MEDIA if name.endswith(("mp4", "mov"))])
+def test_the_index_of_every_sample_says_what_its_packets_say(shared_data, name):
+    assert_same_tables(shared_data / "media" / name)
+
+
+def test_the_index_of_every_real_file_says_what_its_packets_say(shared_data):
+    for path in sorted(shared_data.glob("g1_pick*/videos/**/*.mp4")):
+        assert_same_tables(path)
+
+
+def assert_same_tables(path: Path) -> None:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        fast = read_samples(str(path), stream.id)
+        packets = [p for p in container.demux(stream) if p.size]
+        assert fast is not None
+        assert fast.pts.tolist() == [p.pts for p in packets]
+        assert fast.dts.tolist() == [p.dts for p in packets]
+        assert fast.key.tolist() == [p.is_keyframe for p in packets]
+        assert not any(p.is_discard for p in packets)
+
+
+def test_files_whose_index_is_not_plain_fall_back_to_their_packets(tmp_path, clips):
+    """Fragments, a truncated tail, damage in the index: None, and the packets decide."""
+    fragmented = clips.write(
+        tmp_path / "fragmented.mp4",
+        frames=30,
+        options={"bf": "2", "x264-params": "keyint=10"},
+        container_options={"movflags": "frag_keyframe+empty_moov"},
+    )
+    assert read_samples(str(fragmented), 1) is None
+    assert_equal(clips, fragmented, [29, 3, 15, 0])
+    plain = clips.write(
+        tmp_path / "plain.mp4", frames=30, options={"bf": "0"}, container_options={"movflags": "+faststart"}
+    )
+    data = plain.read_bytes()
+    assert read_samples(str(plain), 1) is not None
+    assert read_samples(str(plain), 2) is None
+    cut = tmp_path / "cut.mp4"
+    cut.write_bytes(data[: len(data) * 2 // 3])
+    assert read_samples(str(cut), 1) is None
+    start = data.index(b"stts")
+    for shift in range(-4, 60, 3):
+        bad = bytearray(data)
+        bad[start + shift] ^= 0xFF
+        cut.write_bytes(bad)
+        table = read_samples(str(cut), 1)
+        assert table is None or len(table.pts) == 30
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("name", ["h264_pyramid", "hevc_open_gop", "av1", "mpeg4_bframes"])
+def test_several_decoder_threads_change_no_frame(tmp_path, clips, name, threads):
+    codec, options, suffix = ENCODINGS[name]
+    path = clips.write(tmp_path / f"clip{suffix}", codec=codec, options=options, frames=45)
+    expected = clips.sequential(path)
+    with VideoFile(path, threads=threads) as video:
+        order = [*range(44, -1, -7), *random.Random(2).choices(range(45), k=30), *range(0, 45, 3)]
+        assert not [i for i in order if clips.digest(video.frame(i)) != expected[i][1]]

@@ -1,14 +1,14 @@
 """The frame table of a video file: which packet holds which frame, and where decoding has to start.
 
-The table comes from one pass over the packets (no decoding): presentation times sorted into display order,
-the decode position of each frame, and the key packet from which it can be decoded. Files whose packets carry
-no presentation times are decoded once to learn the order; their times are then made from order and rate and
-marked as estimated.
+The table comes from the index of an mp4 or from one pass over the packets (no decoding): presentation times
+sorted into display order, the decode position of each frame, and the key packet from which it can be
+decoded. Files whose packets carry no presentation times are decoded once to learn the order; their times are
+then made from order and rate and marked as estimated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -153,14 +153,30 @@ class VideoIndex:
         return index
 
 
-@dataclass(frozen=True, kw_only=True)
-class PacketRow:
-    """One packet of the stream as the demuxer reports it."""
+UNSET = np.iinfo(np.int64).min
+"""Stands for a time stamp a packet does not have."""
 
-    pts: int | None
-    dts: int | None
-    key: bool
-    picture: bool
+
+@dataclass(frozen=True, kw_only=True)
+class PacketTable:
+    """Packets of a stream in file order.
+
+    Attributes:
+        pts: (packets,) int64 presentation times; `UNSET` where there is none.
+        dts: (packets,) int64 decode times; `UNSET` where there is none.
+        key: (packets,) bool, True where decoding can start.
+        picture: (packets,) bool, False for packets that are never shown.
+        problem: Why the list ends early, or None.
+    """
+
+    pts: NDArray[np.int64]
+    dts: NDArray[np.int64]
+    key: NDArray[np.bool_]
+    picture: NDArray[np.bool_]
+    problem: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.pts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,33 +193,30 @@ class PacketOrder:
     seekable: bool
 
 
-def order_packets(rows: Iterable[PacketRow], emitted: list[int] | None = None, step: int = 1) -> PacketOrder:
+def order_packets(packets: PacketTable, emitted: Sequence[int] | None = None) -> PacketOrder:
     """Sort packets into display order and find the key packet each frame starts from.
 
     Args:
-        rows: Packets in file order.
+        packets: Packets in file order.
         emitted: Decode positions in the order the decoder put the frames out, for streams without pts; None
             sorts by pts.
-        step: Distance of two estimated times, used with `emitted`.
 
     Complexity: O(n log n).
     """
-    packets = list(rows)
     count = len(packets)
     if emitted is None:
-        shown = np.array([i for i, row in enumerate(packets) if row.picture], np.int32)
-        stamps = np.array([row.pts if row.pts is not None else 0 for row in packets], np.int64)
+        shown = np.flatnonzero(packets.picture).astype(np.int32)
+        stamps = packets.pts
         order = shown[np.argsort(stamps[shown], kind="stable")]
         pts = stamps[order]
     else:
         order = np.array(emitted, np.int32)
-        pts = np.arange(len(order), dtype=np.int64) * step
-        known = all(row.dts is not None for row in packets)
-        stamps = np.array([row.dts if known else -1 for row in packets], np.int64)
+        pts = np.arange(len(order), dtype=np.int64)
+        stamps = packets.dts
     display = np.full(count, -1, np.int32)
     display[order] = np.arange(len(order), dtype=np.int32)
-    keys = np.array([i for i, row in enumerate(packets) if row.key], np.int32)
-    seek = np.array([_first(row.dts, row.pts) for row in packets], np.int64)
+    keys = np.flatnonzero(packets.key).astype(np.int32)
+    seek = np.where(packets.dts != UNSET, packets.dts, np.where(packets.pts != UNSET, packets.pts, 0))
     return PacketOrder(
         pts=pts,
         order=order,
@@ -212,12 +225,8 @@ def order_packets(rows: Iterable[PacketRow], emitted: list[int] | None = None, s
         start=_starts(display, order, keys),
         seek=seek,
         stamps=stamps,
-        seekable=count > 0 and len(np.unique(stamps)) == count,
+        seekable=count > 0 and len(np.unique(stamps)) == count and not (stamps == UNSET).any(),
     )
-
-
-def _first(*values: int | None) -> int:
-    return next((value for value in values if value is not None), 0)
 
 
 def _starts(

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import av
+import numpy as np
 
 from loongforge_data.errors import VideoError
 from loongforge_data.files import FileState, file_state
-from loongforge_data.video.index import PacketOrder, PacketRow, VideoIndex, order_packets
+from loongforge_data.video.index import UNSET, PacketOrder, PacketTable, VideoIndex, order_packets
+from loongforge_data.video.mp4 import read_samples
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -129,23 +131,26 @@ def video_stream(container: InputContainer, path: str) -> VideoStream:
 
 
 def read_index(container: InputContainer, path: str) -> VideoIndex:
-    """Make the frame table by one pass over the packets; the container's read position is used up."""
+    """Make the frame table: from the index of a plain mp4, else by one pass over the packets.
+
+    The pass uses up the container's read position.
+    """
     stream = video_stream(container, path)
-    rows, problem = _demux(container, stream)
-    if not rows:
-        msg = f"video has no frames{': ' + problem if problem else ''}"
+    packets = _plain_mp4(container, stream, path) or _demux(container, stream)
+    if not len(packets):
+        msg = f"video has no frames{': ' + packets.problem if packets.problem else ''}"
         raise VideoError(msg, path=path)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     time_base = stream.time_base or Fraction(1, 1000)
-    estimated = any(row.pts is None for row in rows)
+    estimated = bool((packets.pts == UNSET).any())
     if estimated:
         # Raw streams: the container invents 25 per second, the codec may know better.
         base_rate = Fraction(stream.codec_context.framerate or stream.guessed_rate or rate) or _FALLBACK_RATE
         time_base = 1 / base_rate
-        order = order_packets(rows, emitted=_emission_order(path))
+        order = order_packets(packets, emitted=_emission_order(path))
     else:
-        order = order_packets(rows)
-    return _assemble(path, stream, order, Fraction(time_base), Fraction(rate), estimated, problem)
+        order = order_packets(packets)
+    return _assemble(path, stream, order, Fraction(time_base), Fraction(rate), estimated, packets.problem)
 
 
 def _assemble(
@@ -188,8 +193,24 @@ def _codec_name(decoder: str) -> str:
     )
 
 
-def _demux(container: InputContainer, stream: VideoStream) -> tuple[list[PacketRow], str | None]:
-    rows: list[PacketRow] = []
+def _plain_mp4(container: InputContainer, stream: VideoStream, path: str) -> PacketTable | None:
+    """Return the packets of an mp4 from its index; None where only the packets themselves can tell."""
+    if "mp4" not in container.format.name or _codec_name(stream.codec_context.name) == "vp8":
+        return None
+    samples = read_samples(path, stream.id)
+    if samples is None or stream.time_base != Fraction(1, samples.timescale):
+        return None
+    shown = np.ones(len(samples.pts), np.bool_)
+    return PacketTable(pts=samples.pts, dts=samples.dts, key=samples.key, picture=shown)
+
+
+def _demux(container: InputContainer, stream: VideoStream) -> PacketTable:
+    """Read all packets; this uses up the container's read position."""
+    pts: list[int] = []
+    dts: list[int] = []
+    key: list[bool] = []
+    shown: list[bool] = []
+    problem = None
     vp8 = _codec_name(stream.codec_context.name) == "vp8"
     try:
         for packet in container.demux(stream):
@@ -197,10 +218,19 @@ def _demux(container: InputContainer, stream: VideoStream) -> tuple[list[PacketR
                 continue
             # VP8 keeps frames that are never shown in packets of their own (bit 4 of the first byte).
             hidden = packet.is_discard or (vp8 and not bytes(packet)[0] & 0x10)
-            rows.append(PacketRow(pts=packet.pts, dts=packet.dts, key=packet.is_keyframe, picture=not hidden))
+            pts.append(UNSET if packet.pts is None else packet.pts)
+            dts.append(UNSET if packet.dts is None else packet.dts)
+            key.append(packet.is_keyframe)
+            shown.append(not hidden)
     except (av.error.FFmpegError, EOFError) as error:
-        return rows, f"packets end early: {_reason(error)}"
-    return rows, None
+        problem = f"packets end early: {_reason(error)}"
+    return PacketTable(
+        pts=np.array(pts, np.int64),
+        dts=np.array(dts, np.int64),
+        key=np.array(key, np.bool_),
+        picture=np.array(shown, np.bool_),
+        problem=problem,
+    )
 
 
 def _emission_order(path: str) -> list[int]:
