@@ -3,6 +3,7 @@
 Importing this package opens no driver, touches no GPU and does not import torch.
 """
 
+from loongforge_mem.addresses import AddressBook, CapturePool
 from loongforge_mem.allocator import Installed, install_global_allocator, installed
 from loongforge_mem.budget import BudgetPlan, plan_memory, profile_step
 from loongforge_mem.config import Label, MemoryConfig, Mode
@@ -17,7 +18,9 @@ from loongforge_mem.statistics import get_mla_stats
 from loongforge_mem.trace import Trace, load_trace, policies, simulate
 
 __all__ = [
+    "AddressBook",
     "BudgetPlan",
+    "CapturePool",
     "Installed",
     "Label",
     "MemoryConfig",

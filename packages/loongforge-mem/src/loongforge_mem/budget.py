@@ -217,8 +217,9 @@ def plan_memory(
     if chosen.batch < unit:
         least = min(c.peak for c in candidates) / GIB
         msg = (
-            f"not one micro-batch of {unit} fits into {budget_gb} GiB: it needs about {least:.2f} GiB even with "
-            "full recomputation and optimizer state on the host; use a smaller micro-batch or shard the model"
+            f"not one micro-batch of {unit} fits into {budget_gb} GiB: it needs about {least:.2f} GiB even "
+            "with full recomputation and optimizer state on the host; use a smaller micro-batch or shard the "
+            "model"
         )
         raise ValueError(msg)
     return _confirm(model, example, chosen, candidates, unit, room, budget_gb, options)

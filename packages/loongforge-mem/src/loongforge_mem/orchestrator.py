@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from loongforge_mem import _core
+from loongforge_mem.addresses import AddressBook, named_tensors
 from loongforge_mem.backends import Backend, global_backend, host_backend
 from loongforge_mem.config import GIB, Label, MemoryConfig, Mode
 from loongforge_mem.state import fingerprint, load_state, make_state
@@ -56,6 +57,7 @@ class MemoryOrchestrator:
         self._alloc_ns = 0
         self._last_alloc_ms = 0.0
         self._closed = False
+        self._book: AddressBook | None = None
         self._choose_backend()
         register(self.stats)
 
@@ -64,6 +66,7 @@ class MemoryOrchestrator:
     ) -> MemoryOrchestrator:
         """Learn the module tree, so that labels, phases and reports have names; returns itself."""
         self._model, self._optimizer = model, optimizer
+        self._book = AddressBook(named_tensors(model))
         self._relabel(model)
         self._handles += [
             model.register_forward_pre_hook(lambda *_: self.phase("forward")),
@@ -162,6 +165,16 @@ class MemoryOrchestrator:
             out["watched_allocations"] = self._trace.num_allocations
             out["planned_bytes"] = self._planned_bytes
         return out
+
+    def moved(self) -> list[str]:
+        """Return the names of parameters and buffers that lie elsewhere than at :meth:`attach`.
+
+        Persistent tensors never move by themselves; ``.to()``, ``assign=True`` and re-initialisation move
+        them, and a graph captured before that is stale.
+        """
+        if self._book is None or self._model is None:
+            return []
+        return self._book.moved(dict(named_tensors(self._model)))
 
     @property
     def trace(self) -> Trace | None:
