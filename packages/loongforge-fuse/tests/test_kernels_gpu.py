@@ -10,6 +10,7 @@ import torch
 from loongforge_fuse import ops
 from loongforge_fuse.ops import reference
 from loongforge_fuse.ops.adamw import FusedAdamW
+from loongforge_fuse.ops.elementwise import elementwise_spec
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -412,7 +413,22 @@ def test_first_use_of_a_kernel_inside_a_capture_is_legal():
     no_fallback()
 
 
-def test_a_thread_without_a_context_can_launch():
+@pytest.fixture(params=["torch's launcher", "ctypes"])
+def launch_way(request, monkeypatch):
+    """Run a test through both ways of launching."""
+    from loongforge_fuse.kernels import driver, launcher
+    from loongforge_fuse.ops import elementwise
+
+    if request.param == "ctypes":
+        monkeypatch.setattr(driver, "_static_launcher", None)
+    for cache in (launcher._functions, elementwise._gelu_calls):
+        cache.clear()
+    yield request.param
+    for cache in (launcher._functions, elementwise._gelu_calls):
+        cache.clear()
+
+
+def test_a_thread_without_a_context_can_launch(launch_way):
     x = randn(4096)
     torch.cuda.synchronize()
     results: list[object] = []
@@ -428,6 +444,16 @@ def test_a_thread_without_a_context_can_launch():
     thread.join(60)
     assert isinstance(results[0], Tensor), results
     assert torch.equal(results[0], ops.gelu_tanh(x))
+    assert error(results[0], F.gelu(x.double(), approximate="tanh")) < 3e-3
+
+
+def test_a_refused_launch_raises_and_names_the_cause(launch_way):
+    from loongforge_fuse.kernels import launcher
+
+    function = launcher.function(elementwise_spec("silu_mul_forward", x="bf16", vector=True), 0)
+    with pytest.raises(RuntimeError, match=r"(?i)invalid"):
+        function.run(0, 1, (0, 0, 0, 0))
+    torch.cuda.synchronize()
 
 
 def test_dispatcher_and_fast_path_agree():
