@@ -218,7 +218,7 @@ def main() -> None:
     rows = [
         {"way": n, "ms_per_window": _common.spread(t), "operators": calls.get(n)} for n, t in times.items()
     ]
-    # The three ways of one window run one after the other, so their ratio holds on a machine that others use too.
+    # The three ways of a window run one after the other, so their ratio also holds on a busy machine.
     ratio = {
         name: statistics.median(t / o for t, o in zip(times[name], times["ours"], strict=True))
         for name in times
