@@ -11,7 +11,7 @@ import torch
 import typer
 from loongforge.errors import CheckpointError, ConfigError
 from loongforge.evaluation import Validation, evaluate_open_loop
-from loongforge.evaluation.command import evaluate
+from loongforge.evaluation.command import evaluate, export
 from loongforge.evaluation.plots import write_curve, write_html, write_png
 from loongforge.evaluation.policies import load_policy
 from typer.testing import CliRunner
@@ -154,9 +154,9 @@ def published(tmp_path_factory, recording):
     return folder
 
 
-def invoke(*arguments):
+def invoke(*arguments, command=evaluate):
     app = typer.Typer()
-    app.command()(evaluate)
+    app.command()(command)
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
@@ -218,3 +218,12 @@ def test_a_run_is_evaluated_by_its_folder(recording, tmp_path):
     result = invoke("--checkpoint", tmp_path / "run", "--output", tmp_path / "eval", "--ema", "--samples", 0)
     assert result.exit_code == 0, result.exception
     assert json.loads(result.stdout.strip().splitlines()[-1])["per_episode"][0]["episode"] == 1
+    result = invoke("--checkpoint", tmp_path / "run", "--output", tmp_path / "out", command=export)
+    assert result.exit_code == 0, result.exception
+    exported = load_policy(
+        str(tmp_path / "out"), recipe="gr00t_n1_6_tiny", overrides={"frozen_dtype": "float32"}
+    )
+    trained = run.model.state_dict()
+    for name, value in exported.model.state_dict().items():
+        assert torch.equal(value, trained[name]), name
+    assert (tmp_path / "out" / "processor_config.json").is_file()

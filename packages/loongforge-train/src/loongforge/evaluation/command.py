@@ -1,4 +1,4 @@
-"""``loongforge eval``."""
+"""``loongforge eval`` and ``loongforge export``."""
 
 from __future__ import annotations
 
@@ -58,6 +58,39 @@ def evaluate(
         samples=samples,
     )
     sys.stdout.write(json.dumps(summary) + "\n")
+    return 0
+
+
+def export(
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint of a run, or its run folder (newest).")],
+    output: Annotated[Path, typer.Option(help="Folder to write; created if absent.")],
+    dataset: Annotated[
+        str | None, typer.Option(help="Data set whose statistics go along; default: the run's own.")
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Write the moving average of the weights.")] = False,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", help="Recipe option, e.g. --option embodiment.tag=gr1.")
+    ] = None,
+) -> int:
+    """Write a trained policy in the published layout, with the processor files the original code reads.
+
+    Prints the paths of the weight files, one a line.
+    """
+    from loongforge.errors import ConfigError
+    from loongforge.evaluation.policies import load_policy
+
+    policy = load_policy(checkpoint, overrides=_pairs(option or []), average=ema)
+    writer = getattr(policy.recipe, "export", None)
+    if not callable(writer):
+        msg = f"recipe '{policy.recipe.name}' has no published layout to export to"
+        raise ConfigError(msg)
+    root = dataset or policy.dataset
+    if root is None:
+        msg = "no data set: pass --dataset DIR, its statistics belong to the policy"
+        raise ConfigError(msg)
+    source = policy.recipe.build_dataset(root, policy.options)
+    for path in writer(policy.model, source, policy.options, output):
+        sys.stdout.write(f"{path}\n")
     return 0
 
 
