@@ -227,3 +227,20 @@ def test_several_decoder_threads_change_no_frame(tmp_path, clips, name, threads)
     with VideoFile(path, threads=threads) as video:
         order = [*range(44, -1, -7), *random.Random(2).choices(range(45), k=30), *range(0, 45, 3)]
         assert not [i for i in order if clips.digest(video.frame(i)) != expected[i][1]]
+
+
+@pytest.mark.parametrize("pyramid", ["none", "normal", "strict"])
+def test_frames_nobody_refers_to_are_not_decoded_on_the_way(tmp_path, clips, pyramid):
+    """Random access in a long GOP with B-frames decodes less, and every frame stays exact."""
+    options = {"bf": "3", "x264-params": f"keyint=60:scenecut=0:b-adapt=0:b-pyramid={pyramid}"}
+    path = clips.write(tmp_path / "clip.mp4", frames=60, options=options)
+    expected = clips.sequential(path)
+    with VideoFile(path) as video:
+        for target in random.Random(0).sample(range(60), 60):
+            assert clips.digest(video.frame(target)) == expected[target][1]
+        counters = video.counters
+        assert counters.restarts == 0
+        assert counters.passed_by > 0.3 * (counters.decoded + counters.passed_by)
+    with VideoFile(path) as video:
+        assert [clips.digest(f) for _, f in video.decode(range(60))] == [d for _, d in expected]
+        assert video.counters.passed_by == 0

@@ -12,6 +12,7 @@ import av
 
 from loongforge_data.errors import DamagedVideoError, VideoError
 from loongforge_data.files import file_state
+from loongforge_data.video.h264 import is_disposable, length_size
 from loongforge_data.video.index import Rule, VideoIndex
 from loongforge_data.video.probe import open_container, video_index, video_stream
 
@@ -32,6 +33,7 @@ class DecodeCounters:
 
     Attributes:
         decoded: Packets handed to the decoder.
+        passed_by: Packets left out because they are not wanted and no other frame refers to them.
         used: Frames given to the caller.
         seeks: Seeks in the container.
         restarts: Second attempts from an earlier key packet, because the first did not give the frame.
@@ -39,6 +41,7 @@ class DecodeCounters:
     """
 
     decoded: int = 0
+    passed_by: int = 0
     used: int = 0
     seeks: int = 0
     restarts: int = 0
@@ -94,6 +97,8 @@ class VideoFile:
             if self._threads == 1:
                 self._codec.thread_type = "SLICE"
             self._codec.copy_opaque = True
+            known = self.index.codec == "h264"
+            self._unit_size = length_size(self._codec.extradata) if known else 0
         except BaseException:
             self._container.close()
             raise
@@ -290,6 +295,9 @@ class VideoFile:
             if packet is None:
                 self._ended = True
                 frames = self._codec.decode(None)
+            elif self._passed_by(packet, position, target):
+                self.counters.passed_by += 1
+                return
             else:
                 # A fresh tuple each time: PyAV keeps these by object identity, so a shared small int of a
                 # frame still alive would vanish together with that frame.
@@ -308,6 +316,12 @@ class VideoFile:
             if frame.is_corrupt and not self._accept_corrupt(index):
                 continue
             self._ready.append((index, frame))
+
+    def _passed_by(self, packet: Packet, position: int, target: int) -> bool:
+        """Return whether a packet is shown before the target and nothing refers to it: not worth decoding."""
+        if not self._unit_size or not 0 <= int(self.index.display[position]) < target:
+            return False
+        return is_disposable(memoryview(packet), self._unit_size)
 
     def _index_of(self, frame: VideoFrame) -> int:
         """Return the display index of a decoded frame, or -1 for a frame that is not of this run."""

@@ -60,7 +60,7 @@ class DecoderPool:
         self._serial = 0
         self._opened = 0
         self._hits = 0
-        self._finished = {"decoded": 0, "used": 0, "seeks": 0, "restarts": 0, "damaged": 0}
+        self._finished = {"decoded": 0, "passed_by": 0, "used": 0, "seeks": 0, "restarts": 0, "damaged": 0}
 
     def _own(self) -> None:
         if self._pid != os.getpid():
