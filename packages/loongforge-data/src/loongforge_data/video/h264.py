@@ -1,4 +1,4 @@
-"""Which H.264 packets no other frame refers to: they need not be decoded unless their own picture is wanted."""
+"""Which H.264 packets no other frame refers to: they are decoded only when their own picture is wanted."""
 
 from __future__ import annotations
 
