@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from loongforge_data.convert import frame_into
 from loongforge_data.planning import ImageLayoutLike
-from loongforge_data.video import DecoderPool
 
 if TYPE_CHECKING:
     from loongforge_data.cache import FrameCache
@@ -51,6 +50,9 @@ class FrameReader:
         self._layouts = layouts
         self._cache = cache
         self._count = count or (lambda name, amount: None)
+        # Imported here: data sets without video need no decoder library.
+        from loongforge_data.video import DecoderPool
+
         self._pool = DecoderPool(max_open=max_open, max_bytes=MAX_DECODER_BYTES)
         self._seen = {"decoded": 0, "opened": 0, "seeks": 0}
 

@@ -22,13 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import av
 import numpy as np
 import numpy.typing as npt
 
 from loongforge_data._core import Ring
 from loongforge_data.planning import TARGET_FIELDS
-from loongforge_data.video import video_index
 from loongforge_data.workers.jobs import DecodeJob, decode
 
 if TYPE_CHECKING:
@@ -76,6 +74,8 @@ class PacketTable:
 
 def packet_table(path: str) -> PacketTable | None:
     """Return the packet positions from the container's own index; None when it has none."""
+    import av
+
     with av.open(path) as container:
         entries = container.streams.video[0].index_entries
         if not len(entries):
@@ -89,6 +89,8 @@ def frame_ranges(path: str, frames: Sequence[int], table: PacketTable) -> list[B
     """Return the byte ranges that decoding these display indices reads: from the key packet to the last
     one needed.
     """
+    from loongforge_data.video import video_index
+
     index = video_index(path)
     found = []
     for frame in frames:
