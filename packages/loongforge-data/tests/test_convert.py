@@ -137,6 +137,29 @@ def test_error_against_float64_is_below_one_level_and_vector_equals_scalar(case)
     assert np.abs(fast - want).max() <= 0.75
 
 
+@pytest.mark.parametrize("depth", [8, 9, 10, 12, 14, 16])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("size", [None, (5, 7), (40, 50)])
+def test_extreme_samples_do_not_wrap(depth, value, size):
+    """The largest sample of every depth stays white, the smallest black, on both kinds of kernels."""
+    top = int(value * ((1 << depth) - 1))
+    kind = np.uint8 if depth == 8 else np.uint16
+    for chroma in (None, (1, 1), (0, 0)):
+        planes = random_planes(np.random.default_rng(0), 20, 34, depth, chroma)
+        planes[0] = np.full_like(planes[0], top).astype(kind)
+        arguments = {
+            "depth": depth,
+            "chroma": chroma,
+            "full": True,
+            "size": size,
+            "matrix": "bt2020",
+            "crop": None,
+        }
+        want = reference(planes, depth, chroma, "bt2020", True, None, size)
+        for vector in (True, False):
+            assert np.abs(run(planes, **arguments, vector=vector) - want).max() <= 0.75
+
+
 @pytest.mark.parametrize("rotation", [0, 90, 180, 270, -90])
 @pytest.mark.parametrize("size", [None, (33, 21)])
 def test_rotation_crop_and_resize_work_in_displayed_pixels(rotation, size):

@@ -1,16 +1,17 @@
 //! AVX2 kernels; bit for bit what `scalar` computes.
 
 use std::arch::x86_64::{
-    __m128i, __m256i, _mm_cvtsi32_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_or_si128,
-    _mm_setr_epi8, _mm_shuffle_epi8, _mm_storeu_si128, _mm_unpacklo_epi64, _mm256_add_epi32,
+    __m256i, _mm_cvtsi32_si128, _mm_loadl_epi64, _mm_loadu_si128, _mm_storeu_si128,
+    _mm_unpacklo_epi64, _mm256_add_epi16, _mm256_add_epi32, _mm256_broadcastsi128_si256,
     _mm256_castsi256_si128, _mm256_cvtepu8_epi16, _mm256_extracti128_si256, _mm256_hadd_epi32,
-    _mm256_loadu_si256, _mm256_madd_epi16, _mm256_packs_epi32, _mm256_packus_epi16,
-    _mm256_permute4x64_epi64, _mm256_set_m128i, _mm256_set1_epi32, _mm256_setzero_si256,
-    _mm256_sra_epi32, _mm256_srai_epi32, _mm256_storeu_si256, _mm256_unpackhi_epi16,
-    _mm256_unpacklo_epi16,
+    _mm256_loadu_si256, _mm256_madd_epi16, _mm256_mulhrs_epi16, _mm256_or_si256,
+    _mm256_packs_epi32, _mm256_packus_epi16, _mm256_permute4x64_epi64, _mm256_set_m128i,
+    _mm256_set1_epi16, _mm256_set1_epi32, _mm256_setzero_si256, _mm256_shuffle_epi8,
+    _mm256_slli_epi16, _mm256_sra_epi32, _mm256_srai_epi16, _mm256_srai_epi32, _mm256_storeu_si256,
+    _mm256_sub_epi16, _mm256_unpackhi_epi16, _mm256_unpacklo_epi16,
 };
 
-use super::colour::{COLOUR_SHIFT, Coefficients};
+use super::colour::{COLOUR_SHIFT, Coefficients, NEUTRAL, SAMPLE_BITS};
 use super::filter::{Filter, WEIGHT_BITS};
 use super::line::Rows;
 use super::scalar;
@@ -22,7 +23,7 @@ fn pair(a: i16, b: i16) -> i32 {
     (i32::from(b) << 16) | (i32::from(a) & 0xffff)
 }
 
-/// See [`scalar::vertical`]; depth up to 14.
+/// See [`scalar::vertical`]; depth up to 15.
 ///
 /// # Safety
 /// The processor has AVX2.
@@ -87,8 +88,9 @@ unsafe fn blocks_of_rows<const WIDE: bool>(
             _mm256_set1_epi32(pair(a, b.unwrap_or(0))),
         );
     }
-    let shift = _mm_cvtsi32_si128(rows.depth as i32);
-    let round = _mm256_set1_epi32(1 << (rows.depth - 1));
+    let bits = WEIGHT_BITS + rows.depth - SAMPLE_BITS;
+    let shift = _mm_cvtsi32_si128(bits as i32);
+    let round = _mm256_set1_epi32(1 << (bits - 1));
     for block in 0..blocks {
         let x = block * 16;
         let (mut low, mut high) = (round, round);
@@ -227,120 +229,145 @@ unsafe fn join(weights: *const i16, distance: usize) -> __m256i {
     }
 }
 
+/// Pixels that the colour kernels make at once.
+pub const BLOCK: usize = 32;
+
 /// See [`scalar::colour`].
 ///
 /// # Safety
 /// The processor has AVX2.
 #[target_feature(enable = "avx2")]
-#[allow(clippy::many_single_char_names)]
 pub unsafe fn colour(y: &[i16], u: &[i16], v: &[i16], c: &Coefficients, out: &mut [u8]) {
-    let pixels = out.len() / 3;
-    let blocks = pixels.min(y.len()).min(u.len()).min(v.len()) / 16;
-    let zero = _mm256_setzero_si256();
-    let (yv_r, yu_b) = (
-        _mm256_set1_epi32(pair(c.y, c.rv)),
-        _mm256_set1_epi32(pair(c.y, c.bu)),
-    );
-    let (yu_g, v_g) = (
-        _mm256_set1_epi32(pair(c.y, c.gu)),
-        _mm256_set1_epi32(pair(c.gv, 0)),
-    );
-    let bias = [c.r_bias, c.g_bias, c.b_bias].map(|b| _mm256_set1_epi32(b));
-    let masks = interleave_masks();
-    for block in 0..blocks {
-        let x = block * 16;
-        // SAFETY: x + 16 <= the length of each line.
-        let (yy, uu, vv) = unsafe {
-            (
-                _mm256_loadu_si256(y.as_ptr().add(x).cast()),
-                _mm256_loadu_si256(u.as_ptr().add(x).cast()),
-                _mm256_loadu_si256(v.as_ptr().add(x).cast()),
-            )
-        };
-        let (yv_l, yv_h) = (_mm256_unpacklo_epi16(yy, vv), _mm256_unpackhi_epi16(yy, vv));
-        let (yu_l, yu_h) = (_mm256_unpacklo_epi16(yy, uu), _mm256_unpackhi_epi16(yy, uu));
-        let (v_l, v_h) = (
-            _mm256_unpacklo_epi16(vv, zero),
-            _mm256_unpackhi_epi16(vv, zero),
-        );
-        let red = narrow(
-            _mm256_add_epi32(_mm256_madd_epi16(yv_l, yv_r), bias[0]),
-            _mm256_add_epi32(_mm256_madd_epi16(yv_h, yv_r), bias[0]),
-        );
-        let green = narrow(
-            _mm256_add_epi32(
-                _mm256_add_epi32(_mm256_madd_epi16(yu_l, yu_g), _mm256_madd_epi16(v_l, v_g)),
-                bias[1],
-            ),
-            _mm256_add_epi32(
-                _mm256_add_epi32(_mm256_madd_epi16(yu_h, yu_g), _mm256_madd_epi16(v_h, v_g)),
-                bias[1],
-            ),
-        );
-        let blue = narrow(
-            _mm256_add_epi32(_mm256_madd_epi16(yu_l, yu_b), bias[2]),
-            _mm256_add_epi32(_mm256_madd_epi16(yu_h, yu_b), bias[2]),
-        );
-        for (part, mask) in masks.iter().enumerate() {
-            let bytes = _mm_or_si128(
-                _mm_or_si128(
-                    _mm_shuffle_epi8(red, mask[0]),
-                    _mm_shuffle_epi8(green, mask[1]),
-                ),
-                _mm_shuffle_epi8(blue, mask[2]),
-            );
-            // SAFETY: 3 * (x + 16) <= out.len(), and part < 3.
-            unsafe { _mm_storeu_si128(out.as_mut_ptr().add(3 * x + 16 * part).cast(), bytes) };
-        }
-    }
-    let done = blocks * 16;
+    let blocks = (out.len() / 3).min(y.len()).min(u.len()).min(v.len()) / BLOCK;
+    // SAFETY: AVX2 is there; all lines and the output hold `blocks` blocks.
+    unsafe { colour_blocks::<false>(y.as_ptr().cast(), u, v, c, blocks, out) };
+    let done = blocks * BLOCK;
     scalar::colour(&y[done..], &u[done..], &v[done..], c, &mut out[3 * done..]);
 }
 
-/// Shift, clamp to 0..255 and pack 16 sums (low and high halves of each 128-bit lane) to 16 bytes.
+/// As [`colour`], with luma as 8-bit samples; only whole blocks of [`BLOCK`] pixels.
+///
+/// # Safety
+/// The processor has AVX2.
 #[target_feature(enable = "avx2")]
-fn narrow(low: __m256i, high: __m256i) -> __m128i {
-    let low = _mm256_srai_epi32::<{ COLOUR_SHIFT as i32 }>(low);
-    let high = _mm256_srai_epi32::<{ COLOUR_SHIFT as i32 }>(high);
-    let words = _mm256_packs_epi32(low, high);
-    let bytes = _mm256_packus_epi16(words, words);
-    _mm_unpacklo_epi64(
-        _mm256_castsi256_si128(bytes),
-        _mm256_extracti128_si256::<1>(bytes),
-    )
+pub unsafe fn colour_of_bytes(y: &[u8], u: &[i16], v: &[i16], c: &Coefficients, out: &mut [u8]) {
+    let blocks = (out.len() / 3).min(y.len()).min(u.len()).min(v.len()) / BLOCK;
+    // SAFETY: AVX2 is there; all lines and the output hold `blocks` blocks.
+    unsafe { colour_blocks::<true>(y.as_ptr(), u, v, c, blocks, out) };
 }
 
-/// Shuffle masks that spread 16 bytes of one channel over 48 bytes of RGB; `[part][channel]`.
+/// Colour of `blocks` times [`BLOCK`] pixels; luma is u8 with `BYTES`, else i16.
+///
+/// # Safety
+/// AVX2; `y`, `u`, `v` and `out` hold that many pixels.
 #[target_feature(enable = "avx2")]
-fn interleave_masks() -> [[__m128i; 3]; 3] {
+#[allow(clippy::many_single_char_names)]
+unsafe fn colour_blocks<const BYTES: bool>(
+    y: *const u8,
+    u: &[i16],
+    v: &[i16],
+    c: &Coefficients,
+    blocks: usize,
+    out: &mut [u8],
+) {
+    let set = |value: i16| _mm256_set1_epi16(value);
+    let (cy, rv, gu, gv, bu) = (set(c.y), set(c.rv), set(c.gu), set(c.gv), set(c.bu));
+    let (bias, neutral) = (set(c.bias), set(NEUTRAL));
+    let masks = interleave_masks();
+    for block in 0..blocks {
+        let half = |part: usize| -> (__m256i, __m256i, __m256i) {
+            let x = block * BLOCK + part * 16;
+            // SAFETY: x + 16 pixels exist in every line.
+            let (yy, uu, vv) = unsafe {
+                (
+                    if BYTES {
+                        let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(y.add(x).cast()));
+                        _mm256_slli_epi16::<{ SAMPLE_BITS as i32 - 8 }>(wide)
+                    } else {
+                        _mm256_loadu_si256(y.add(2 * x).cast())
+                    },
+                    _mm256_loadu_si256(u.as_ptr().add(x).cast()),
+                    _mm256_loadu_si256(v.as_ptr().add(x).cast()),
+                )
+            };
+            let (uu, vv) = (_mm256_sub_epi16(uu, neutral), _mm256_sub_epi16(vv, neutral));
+            let luma = _mm256_add_epi16(_mm256_mulhrs_epi16(yy, cy), bias);
+            let green = _mm256_add_epi16(_mm256_mulhrs_epi16(uu, gu), _mm256_mulhrs_epi16(vv, gv));
+            let red = _mm256_add_epi16(luma, _mm256_mulhrs_epi16(vv, rv));
+            let green = _mm256_add_epi16(luma, green);
+            let blue = _mm256_add_epi16(luma, _mm256_mulhrs_epi16(uu, bu));
+            (
+                _mm256_srai_epi16::<{ COLOUR_SHIFT as i32 }>(red),
+                _mm256_srai_epi16::<{ COLOUR_SHIFT as i32 }>(green),
+                _mm256_srai_epi16::<{ COLOUR_SHIFT as i32 }>(blue),
+            )
+        };
+        let (low, high) = (half(0), half(1));
+        let join = |a: __m256i, b: __m256i| {
+            _mm256_permute4x64_epi64::<0b1101_1000>(_mm256_packus_epi16(a, b))
+        };
+        let (red, green, blue) = (
+            join(low.0, high.0),
+            join(low.1, high.1),
+            join(low.2, high.2),
+        );
+        for (part, mask) in masks.iter().enumerate() {
+            let bytes = _mm256_or_si256(
+                _mm256_or_si256(
+                    _mm256_shuffle_epi8(red, mask[0]),
+                    _mm256_shuffle_epi8(green, mask[1]),
+                ),
+                _mm256_shuffle_epi8(blue, mask[2]),
+            );
+            // SAFETY: 3 * (block + 1) * BLOCK <= out.len(), and part < 3.
+            unsafe {
+                let at = out.as_mut_ptr().add(3 * block * BLOCK + 16 * part);
+                _mm_storeu_si128(at.cast(), _mm256_castsi256_si128(bytes));
+                _mm_storeu_si128(at.add(48).cast(), _mm256_extracti128_si256::<1>(bytes));
+            }
+        }
+    }
+}
+
+/// Writes every 8-bit sample twice, as 15-bit samples: chroma of half the width.
+///
+/// # Safety
+/// The processor has AVX2.
+#[target_feature(enable = "avx2")]
+pub unsafe fn expand_pairs(source: &[u8], out: &mut [i16]) {
+    const UP: i32 = SAMPLE_BITS as i32 - 8;
+    let blocks = (out.len() / 32).min(source.len() / 16);
+    for block in 0..blocks {
+        // SAFETY: 16 source bytes and 32 outputs exist for each block.
+        unsafe {
+            let wide =
+                _mm256_cvtepu8_epi16(_mm_loadu_si128(source.as_ptr().add(16 * block).cast()));
+            let wide = _mm256_permute4x64_epi64::<0b1101_1000>(_mm256_slli_epi16::<UP>(wide));
+            let at = out.as_mut_ptr().add(32 * block);
+            _mm256_storeu_si256(at.cast(), _mm256_unpacklo_epi16(wide, wide));
+            _mm256_storeu_si256(at.add(16).cast(), _mm256_unpackhi_epi16(wide, wide));
+        }
+    }
+    for (i, value) in out.iter_mut().enumerate().skip(32 * blocks) {
+        *value = i16::from(source[(i / 2).min(source.len() - 1)]) << UP;
+    }
+}
+
+/// Shuffle masks that spread 16 bytes of one channel over 48 bytes of RGB, in both halves; `[part][channel]`.
+#[target_feature(enable = "avx2")]
+fn interleave_masks() -> [[__m256i; 3]; 3] {
     std::array::from_fn(|part| {
         std::array::from_fn(|channel| {
-            let at = |byte: usize| -> i8 {
+            let bytes: [i8; 16] = std::array::from_fn(|byte| {
                 let position = part * 16 + byte;
                 if position % 3 == channel {
                     (position / 3) as i8
                 } else {
                     -1
                 }
-            };
-            _mm_setr_epi8(
-                at(0),
-                at(1),
-                at(2),
-                at(3),
-                at(4),
-                at(5),
-                at(6),
-                at(7),
-                at(8),
-                at(9),
-                at(10),
-                at(11),
-                at(12),
-                at(13),
-                at(14),
-                at(15),
-            )
+            });
+            // SAFETY: 16 readable bytes.
+            _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) })
         })
     })
 }

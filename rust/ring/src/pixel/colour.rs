@@ -29,12 +29,15 @@ impl Matrix {
     }
 }
 
-/// Bits kept of a sample between the stages: 8-bit input is shifted up by 6.
-pub const SAMPLE_BITS: u32 = 14;
-/// Right shift from (sample x coefficient) to an 8-bit output.
-pub const COLOUR_SHIFT: u32 = 19;
+/// Bits kept of a sample between the stages: 8-bit input is shifted up by 7.
+pub const SAMPLE_BITS: u32 = 15;
+/// Value of a chroma sample that means "no colour".
+pub const NEUTRAL: i16 = 1 << (SAMPLE_BITS - 1);
+/// Fraction bits of the sums that are clamped to 8 bits.
+pub const COLOUR_SHIFT: u32 = 5;
 
-/// Coefficients for samples of [`SAMPLE_BITS`] bits; outputs are shifted right by [`COLOUR_SHIFT`].
+/// Coefficients for samples of [`SAMPLE_BITS`] bits. A term is `multiply(sample, coefficient)`; the sum of the terms
+/// and the bias is shifted right by [`COLOUR_SHIFT`]. All of it fits 16 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Coefficients {
     /// Luma to each channel.
@@ -47,12 +50,14 @@ pub struct Coefficients {
     pub gv: i16,
     /// U to blue.
     pub bu: i16,
-    /// Added to red before the shift (offsets and rounding).
-    pub r_bias: i32,
-    /// Added to green before the shift.
-    pub g_bias: i32,
-    /// Added to blue before the shift.
-    pub b_bias: i32,
+    /// Added to each channel: the luma offset and half a level for rounding.
+    pub bias: i16,
+}
+
+/// Product of two 16-bit fractions, rounded: `(a * b) / 32768`. What the vector instruction of the same kind gives.
+#[must_use]
+pub fn multiply(a: i16, b: i16) -> i16 {
+    ((((i32::from(a) * i32::from(b)) >> 14) + 1) >> 1) as i16
 }
 
 impl Coefficients {
@@ -69,27 +74,18 @@ impl Coefficients {
             let step = f64::from(1_u32 << SAMPLE_BITS) / 256.0;
             (219.0 * step, 224.0 * step, 16.0 * step)
         };
-        let c_zero = f64::from(1_u32 << (SAMPLE_BITS - 1));
-        let one = f64::from(1_u32 << COLOUR_SHIFT);
+        let one = f64::from(1_u32 << (SAMPLE_BITS + COLOUR_SHIFT));
         let fix = |value: f64| (value * one).round() as i16;
         let y = fix(255.0 / span_y);
         let chroma = 255.0 / span_c;
-        let rv = fix(2.0 * (1.0 - kr) * chroma);
-        let bu = fix(2.0 * (1.0 - kb) * chroma);
-        let gu = fix(-2.0 * (1.0 - kb) * kb / kg * chroma);
-        let gv = fix(-2.0 * (1.0 - kr) * kr / kg * chroma);
-        let half = 1_i32 << (COLOUR_SHIFT - 1);
-        let y_off = (f64::from(y) * y_zero).round() as i32;
-        let c_off = |c: i32| (f64::from(c) * c_zero).round() as i32;
+        let half = f64::from(1_u32 << (COLOUR_SHIFT - 1));
         Self {
             y,
-            rv,
-            gu,
-            gv,
-            bu,
-            r_bias: half - y_off - c_off(i32::from(rv)),
-            g_bias: half - y_off - c_off(i32::from(gu) + i32::from(gv)),
-            b_bias: half - y_off - c_off(i32::from(bu)),
+            rv: fix(2.0 * (1.0 - kr) * chroma),
+            gu: fix(-2.0 * (1.0 - kb) * kb / kg * chroma),
+            gv: fix(-2.0 * (1.0 - kr) * kr / kg * chroma),
+            bu: fix(2.0 * (1.0 - kb) * chroma),
+            bias: (half - f64::from(y) * y_zero / 32768.0).round() as i16,
         }
     }
 }

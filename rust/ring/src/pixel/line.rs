@@ -1,4 +1,4 @@
-//! Access to the rows of one plane, and their expansion to 14-bit lines.
+//! Access to the rows of one plane, and their expansion to 15-bit lines.
 
 use super::colour::SAMPLE_BITS;
 
@@ -58,7 +58,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// Writes columns `[from, from + out.len() * step)` of row `y` as 14-bit samples; sample `i` of the output is
+    /// Writes columns `[from, from + out.len() * step)` of row `y` as 15-bit samples; sample `i` of the output is
     /// column `from_column(i)`, replicated when `shift` is 1.
     pub fn expand(&self, y: usize, from: usize, shift: u32, out: &mut [i16]) {
         let row = self.row(y);

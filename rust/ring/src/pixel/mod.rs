@@ -15,7 +15,7 @@ pub mod scalar;
 pub mod avx2;
 
 use crate::error::{Error, Result, argument};
-use colour::{Coefficients, Matrix, SAMPLE_BITS};
+use colour::{Coefficients, Matrix, NEUTRAL, SAMPLE_BITS};
 use filter::Filter;
 use line::Rows;
 
@@ -299,7 +299,7 @@ impl Converter {
 
     fn upright(&self, picture: &Picture<'_>, out: &mut [u8], scratch: &mut Scratch) {
         let (_, width) = self.size;
-        let grey = 1_i16 << (SAMPLE_BITS - 1);
+        let grey = NEUTRAL;
         for line in [&mut scratch.y, &mut scratch.u, &mut scratch.v] {
             line.resize(width + SLACK, grey);
         }
@@ -314,21 +314,81 @@ impl Converter {
         scratch.column.resize(self.layout.width + SLACK + taps, 0);
         for (y, row) in out.chunks_exact_mut(width * 3).enumerate() {
             match &self.filters {
-                None => self.copy_row(picture, y, scratch),
+                None => {
+                    if self.copy_row_at_once(picture, y, scratch, row) {
+                        continue;
+                    }
+                    self.copy_row(picture, y, scratch);
+                }
                 Some(filters) => self.resample_row(picture, filters, y, scratch),
             }
             self.colour_row(scratch, row);
         }
     }
 
+    /// 8-bit rows without a resize: luma goes from the picture to the output without a line in between.
+    fn copy_row_at_once(
+        &self,
+        picture: &Picture<'_>,
+        y: usize,
+        s: &mut Scratch,
+        out: &mut [u8],
+    ) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        if self.vector && self.layout.depth == 8 {
+            let (row, left, width) = (self.crop.top + y, self.crop.left, self.crop.width);
+            let Some(luma) = &picture.planes[0] else {
+                return false;
+            };
+            let whole = width / avx2::BLOCK * avx2::BLOCK;
+            self.copy_chroma(picture, y, s);
+            let source = &luma.row(row)[left..left + width];
+            luma.expand(row, left + whole, 0, &mut s.y[whole..width]);
+            // SAFETY: `vector` is set only where AVX2 was detected.
+            unsafe {
+                avx2::colour_of_bytes(
+                    source,
+                    &s.u,
+                    &s.v,
+                    &self.coefficients,
+                    &mut out[..3 * whole],
+                );
+            }
+            let tail = whole..width;
+            scalar::colour(
+                &s.y[tail.clone()],
+                &s.u[tail.clone()],
+                &s.v[tail],
+                &self.coefficients,
+                &mut out[3 * whole..],
+            );
+            return true;
+        }
+        false
+    }
+
     fn copy_row(&self, picture: &Picture<'_>, y: usize, s: &mut Scratch) {
         let (row, left, width) = (self.crop.top + y, self.crop.left, self.crop.width);
-        let (sx, sy) = (self.layout.shift_x, self.layout.shift_y);
         if let Some(luma) = &picture.planes[0] {
             luma.expand(row, left, 0, &mut s.y[..width]);
         }
-        let fresh = y == 0 || sy == 0 || row % 2 == 0;
+        self.copy_chroma(picture, y, s);
+    }
+
+    fn copy_chroma(&self, picture: &Picture<'_>, y: usize, s: &mut Scratch) {
+        let (row, left, width) = (self.crop.top + y, self.crop.left, self.crop.width);
+        let (sx, sy) = (self.layout.shift_x, self.layout.shift_y);
+        let fresh = y == 0 || sy == 0 || row.is_multiple_of(2);
         if let (true, Some(u), Some(v)) = (fresh, &picture.planes[1], &picture.planes[2]) {
+            #[cfg(target_arch = "x86_64")]
+            if self.vector && self.layout.depth == 8 && sx == 1 && left.is_multiple_of(2) {
+                // SAFETY: `vector` is set only where AVX2 was detected.
+                unsafe {
+                    avx2::expand_pairs(&u.row(row >> sy)[left / 2..], &mut s.u[..width]);
+                    avx2::expand_pairs(&v.row(row >> sy)[left / 2..], &mut s.v[..width]);
+                }
+                return;
+            }
             u.expand(row >> sy, left, sx, &mut s.u[..width]);
             v.expand(row >> sy, left, sx, &mut s.v[..width]);
         }
