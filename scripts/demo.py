@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-STEPS = int(os.environ.get("DEMO_STEPS", "60"))
+STEPS = int(os.environ.get("DEMO_STEPS", "150"))
 FOLDER = Path(os.environ.get("DEMO_DIR", "runs/demo"))
 
 
@@ -28,12 +28,19 @@ def main() -> int:
         *("--device", "cpu"),
         *("--batch-size", "8"),
         *("--learning-rate", "1e-3"),
+        *("--set", "log_interval=10"),
         *sys.argv[1:],
     ]
     sys.stderr.write(f"$ loongforge {' '.join(arguments)}\n")
     from loongforge.cli import run
+    from loongforge.records import read_metrics
 
-    return run(arguments)
+    code = run(arguments)
+    if code == 0:
+        losses = [float(str(record["loss"])) for record in read_metrics(FOLDER / "run")]
+        first, last = sum(losses[:10]) / len(losses[:10]), sum(losses[-10:]) / len(losses[-10:])
+        print(f"mean loss of the first 10 steps {first:.3f}, of the last 10 {last:.3f}")
+    return code
 
 
 def synthesise(folder: Path) -> Path:

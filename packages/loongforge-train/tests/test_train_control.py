@@ -192,7 +192,9 @@ class LiveRun:
         ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
         self.session = Session(config, build_parts(config, ToyModel(), BatchSource(loader), ranks))
         self.started = threading.Event()
-        self.session.parts.recorder.listeners.append(lambda record, ids: self.started.set())
+        self.session.parts.recorder.listeners.append(
+            lambda record, ids: self.started.set() if record.step >= 3 else None
+        )
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

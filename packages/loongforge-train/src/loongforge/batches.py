@@ -66,7 +66,7 @@ class LossAdapter(nn.Module):
                 if by_name
                 else self.model(batch)
             )
-        elif isinstance(batch, (tuple, list)) and not self._one_argument:
+        elif isinstance(batch, (tuple, list)) and (len(batch) == 1 or not self._one_argument):
             result = self.model(*batch)
         else:
             result = self.model(batch)

@@ -79,6 +79,7 @@ class StepEngine:
         self.parts = parts
         self.epochs = epochs
         self.at = Position()
+        self.new_clock: Callable[[torch.device], StepClock] = StepClock
         self._rate = 0.0
         self.around: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
         """Context around the work of a step, by its number; the session puts probes here."""
@@ -86,7 +87,7 @@ class StepEngine:
     def run_step(self) -> bool:
         """Do one optimizer step; return False when the data of the last epoch is used up."""
         parts = self.parts
-        clock = StepClock(parts.ranks.device)
+        clock = self.new_clock(parts.ranks.device)
         with clock.host_phase("data"):
             window = self._collect()
         if window is None:

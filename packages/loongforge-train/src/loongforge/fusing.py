@@ -47,6 +47,7 @@ def build_runner(
     *,
     scaler: torch.amp.GradScaler | None = None,
     foreign_hooks: bool = False,
+    counts: bool = True,
 ) -> WindowRunner:
     """Return the window runner the configuration asks for.
 
@@ -57,6 +58,8 @@ def build_runner(
         scaler: Loss scaler of an fp16 run; a replay multiplies by its scale.
         foreign_hooks: The model had hooks of its own before the pillars put theirs on; fusion then refuses,
             because such hooks would see fewer, larger calls.
+        counts: The model knows its valid elements before the forward; otherwise every micro-batch's mean
+            weighs the same, as without fusion.
     """
     if config.pillars.fuse == "off" and not config.pillars.graph:
         return EagerWindow(module)
@@ -72,6 +75,7 @@ def build_runner(
         fusion_batch_size=1 if config.pillars.fuse == "off" else config.pillars.fuse,
         accumulation_steps=config.accumulation,
         hooks="refuse" if foreign_hooks else "allow",
+        normalize="elements" if counts else "mean_of_means",
     )
     executor = None
     if config.pillars.graph:

@@ -84,6 +84,8 @@ def build_loader(dataset: object, collate: Collate, config: TrainConfig, ranks: 
             pin_memory=pin,
             collate_fn=collate,
             prefetch_factor=config.pillars.prefetch_factor,
+            # Kept workers fill slots of the next epoch while this one is consumed: no bubble at the border.
+            persistent_workers=config.workers > 0,
             shuffle=config.shuffle,
             seed=config.seed,
             rank=ranks.rank,

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from loongforge.batches import CountsLoss
 from loongforge.checkpoint.find import find_newest, require_complete
 from loongforge.checkpoint.state import Restored, restore, take_snapshot
 from loongforge.checkpoint.write import CheckpointWriter
@@ -108,7 +109,14 @@ def build_parts(
     scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
     return Parts(
         model=model,
-        runner=build_runner(config, parallel.module, ranks, scaler=scaler, foreign_hooks=foreign_hooks),
+        runner=build_runner(
+            config,
+            parallel.module,
+            ranks,
+            scaler=scaler,
+            foreign_hooks=foreign_hooks,
+            counts=isinstance(model, CountsLoss),
+        ),
         parallel=parallel,
         optimizer=optimizer,
         schedule=schedule,

@@ -24,13 +24,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except Exception as error:
-        from click.exceptions import ClickException, Exit
-
-        if isinstance(error, ClickException):
-            error.show(sys.stderr)
-            return error.exit_code
-        if isinstance(error, Exit):
-            return error.exit_code
+        # Typer carries its parser's exceptions in a private copy of click; they are known by what they can
+        # do.
+        show, exit_code = getattr(error, "show", None), getattr(error, "exit_code", None)
+        if callable(show) and isinstance(exit_code, int):
+            show(sys.stderr)
+            return exit_code
         raise
     except KeyboardInterrupt:
         return 130

@@ -7,6 +7,7 @@ import typer
 from loongforge.cli import inspect, live
 from loongforge.cli import train as train_command
 from loongforge.cli import verify as verify_command
+from loongforge.evaluation import command as evaluation_command
 
 app = typer.Typer(
     name="loongforge", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
@@ -20,6 +21,8 @@ def group() -> None:
 
 TRAIN, LIVE, LOOK = "Train", "A running training", "Before and after a run"
 app.command("train", rich_help_panel=TRAIN)(train_command.train)
+app.command("eval", rich_help_panel=TRAIN)(evaluation_command.evaluate)
+app.command("export", rich_help_panel=LOOK)(evaluation_command.export)
 app.command("verify", rich_help_panel=TRAIN)(verify_command.verify)
 app.command("profile-step", rich_help_panel=LIVE)(live.profile_step)
 app.command("monitor-comm", rich_help_panel=LIVE)(live.monitor_comm)

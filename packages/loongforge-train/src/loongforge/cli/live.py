@@ -119,7 +119,7 @@ def debug_dmf(
         for reason, number in dict(reasons).items():  # type: ignore[call-overload]
             sys.stdout.write(f"  {number} x {reason}\n")
     for entry in list(answer["trace"]):  # type: ignore[call-overload]
-        micro = " ".join("nan" if loss is None else f"{loss:.4f}" for loss in entry["micro_losses"] or [])
+        micro = " ".join("nan" if loss is None else f"{loss:.4f}" for loss in entry.get("micro_losses") or [])
         how = "fused" if entry["fused"] else f"separate ({entry['fusion_reason']})"
         sys.stdout.write(f"step {entry['step']}  {how}  losses {micro}\n")
     return 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from loongforge.report.summary import Record, Summary, column, mean, steady, summarise
 
-COST_MARGIN = 1.5
+COST_MARGIN = 2.0
 """Ratio of time to dispatch cost up to which a step counts as made of launches."""
 NAMES = {
     "serial dependency": "the work itself: forward, backward and optimizer, one after the other",

@@ -4,7 +4,8 @@ request.
 
 from __future__ import annotations
 
-from loongforge.sinks.base import Sink, build_sink
+from loongforge.sinks.base import Sink
+from loongforge.sinks.factory import build_sink
 from loongforge.sinks.jsonl import JsonlSink
 from loongforge.sinks.terminal import TerminalSink
 

@@ -1,0 +1,166 @@
+"""What records, guards, watchdog and control cost: the same steps with them and without, in alternating
+blocks.
+
+The step is that of the recipe gr00t_n1_6_tiny (on the GPU where there is one) over batches made beforehand,
+so that the loader adds no noise. Figures: record_overhead (share of the step), attach_overhead (share by
+which the step is longer while clients attach, profile and detach 50 times).
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from _common import finish, parser, result, spread
+from loongforge.clock import StepClock
+from loongforge.config import CheckpointConfig, TrainConfig
+from loongforge.ranks import Ranks, choose_device
+from loongforge.recipes import get_recipe
+from loongforge.session import Session, build_parts
+from loongforge.sources import BatchSource
+
+CLIENT = """
+import sys, time
+from pathlib import Path
+from loongforge.control.client import ask
+from loongforge.control.paths import socket_of
+path = socket_of(run=Path(sys.argv[1]))
+for _ in range(int(sys.argv[2])):
+    ask(path, "status")
+    ask(path, "profile", duration_s=float(sys.argv[3]), timeout_s=60)
+"""
+
+
+class NoClock(StepClock):
+    """A clock that measures nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time nothing."""
+        yield
+
+    host_phase = phase
+
+
+class NoRecorder:
+    """A recorder that drops everything."""
+
+    listeners: list[object] = []  # noqa: RUF012
+
+    def submit(self, pending: object) -> None:
+        """Drop the step."""
+
+    def note_checkpoint(self, ms: float) -> None:
+        """Drop the time."""
+
+
+def batches(folder: Path, count: int) -> tuple[object, list[object]]:
+    """Return a model of the tiny recipe and ready batches."""
+    from loongforge_data.synthetic import write_dataset
+
+    write_dataset(
+        folder / "data", episodes=2, frames=40, cameras=2, size=(96, 128), codec="h264", seed=0, fps=30
+    )
+    recipe = get_recipe("gr00t_n1_6_tiny")
+    options = recipe.options({})
+    model = recipe.build_model(options, 0)
+    data = recipe.build_dataset(str(folder / "data"), options)
+    collate = recipe.build_collate(data, model, options)
+    return model, [collate([data[8 * n + i] for i in range(8)]) for n in range(count)]
+
+
+def timed(session: Session, steps: int, device: torch.device) -> float:
+    """Return milliseconds per step of a block."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        session.engine.run_step()
+        session.watchdog.beat(session.engine.at.step)
+        session._at_border()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def main() -> None:
+    """Measure both overheads."""
+    arguments = parser(__doc__).parse_args()
+    device = choose_device("auto")
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="loongforge_overhead_"))
+    model, ready = batches(folder, 8)
+    config = TrainConfig(
+        output=str(folder / "run"),
+        steps=10**6,
+        schedule="constant",
+        log_interval=10**9,
+        probe_interval=0,
+        checkpoint=CheckpointConfig(every=0),
+    )
+    ranks = Ranks(rank=0, world_size=1, device=device)
+    session = Session(config, build_parts(config, model, BatchSource(ready), ranks))
+    session._open_sinks()
+    session.watchdog.start()
+    recorder = session.parts.recorder
+    blocks, steps = (6, 10) if arguments.quick else (40, 25)
+    timed(session, steps, device)
+    with_records, without = [], []
+    for number in range(2 * blocks):
+        bare = (number + number // 2) % 2 == 0  # order A B B A, against drift
+        session.parts.recorder = NoRecorder() if bare else recorder
+        session.engine.new_clock = NoClock if bare else StepClock
+        (without if bare else with_records).append(timed(session, steps, device))
+    session.parts.recorder, session.engine.new_clock = recorder, StepClock
+    base = statistics.median(without)
+    record_overhead = statistics.median(with_records) / base - 1
+    attach, alone = attached(session, device, config.output, quick=arguments.quick)
+    attach_overhead = statistics.median(attach) / statistics.median(alone) - 1
+    session.close()
+    rows = [
+        {"what": "without records", "step_ms": spread(without)},
+        {"what": "with records, guards, watchdog, control", "step_ms": spread(with_records)},
+        {"what": "no client", "step_ms": spread(alone)},
+        {"what": "clients attach and detach", "step_ms": spread(attach)},
+    ]
+    figures = {
+        "record_overhead": record_overhead,
+        "attach_overhead": attach_overhead,
+        "step_ms": base,
+        "device": str(device),
+    }
+    finish(result("overhead", rows=rows, figures=figures, repetitions=blocks), arguments.json)
+
+
+def attached(
+    session: Session, device: torch.device, run: str, *, quick: bool
+) -> tuple[list[float], list[float]]:
+    """Return step times of blocks during which a client attaches and detaches, and of blocks without."""
+    times, duration = (10, 0.05) if quick else (50, 0.2)
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, run, str(times), str(duration)])
+    attach = []
+    deadline = time.monotonic() + 120
+    while client.poll() is None and time.monotonic() < deadline:
+        attach.append(timed(session, 10, device))
+    if client.poll() is None:
+        client.kill()
+    client.wait()
+    alone = [timed(session, 10, device) for _ in range(max(10, min(len(attach), 60)))]
+    # The client's start-up (importing) competes for processor cores: leave the first third out.
+    return attach[len(attach) // 3 :], alone
+
+
+if __name__ == "__main__":
+    main()
