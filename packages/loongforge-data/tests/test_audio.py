@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loongforge_data.dataset import open_dataset
 from loongforge_data.errors import AudioError
-from loongforge_data.modalities.audio import AudioTrack, mix, read_audio
+from loongforge_data.modalities.audio import AudioSource, AudioTrack, mix, read_audio
 from loongforge_data.modalities.resample import resample, resampled_length
 from loongforge_data.modalities.wav import read_wav
-from loongforge_data.sources import AudioSource
 from loongforge_data.synthetic import write_dataset
 
 

@@ -14,30 +14,39 @@ if TYPE_CHECKING:
     from loongforge_data.dataset import FrameRequest, RobotDataset, open_dataset
     from loongforge_data.errors import DataError
     from loongforge_data.loader import ADFEDataLoader
+    from loongforge_data.modalities.audio import AudioSource
+    from loongforge_data.modalities.series import SeriesSource
+    from loongforge_data.validate import validate_dataset
     from loongforge_data.video import DecoderPool, VideoFile
 
 __all__ = [
     "ADFEDataLoader",
+    "AudioSource",
     "DataError",
     "DecoderPool",
     "DynamicPadCollator",
     "FrameRequest",
     "RobotDataset",
+    "SeriesSource",
     "VideoFile",
     "default_collate",
     "open_dataset",
+    "validate_dataset",
 ]
 
 _HOME = {
     "ADFEDataLoader": "loader",
+    "AudioSource": "modalities.audio",
     "DataError": "errors",
     "DecoderPool": "video",
     "DynamicPadCollator": "collate",
     "FrameRequest": "dataset",
     "RobotDataset": "dataset",
+    "SeriesSource": "modalities.series",
     "VideoFile": "video",
     "default_collate": "collate",
     "open_dataset": "dataset",
+    "validate_dataset": "validate",
 }
 
 

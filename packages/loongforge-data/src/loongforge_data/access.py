@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loongforge_data.contracts import DatasetView
 from loongforge_data.errors import DataError
 from loongforge_data.formats.columns import ObjectColumn
 from loongforge_data.formats.info import Feature
@@ -17,14 +17,11 @@ from loongforge_data.modalities.language import parse_language
 from loongforge_data.sources import AudioReader, SeriesReader
 from loongforge_data.windows import Window
 
-if TYPE_CHECKING:
-    from loongforge_data.dataset import RobotDataset
-
 ColumnReader = Callable[[dict[str, object], int, int, int], None]
 """Puts values into a sample, given the row and the bounds [start, stop) of its episode."""
 
 
-def compile_readers(dataset: RobotDataset) -> tuple[ColumnReader, ...]:
+def compile_readers(dataset: DatasetView) -> tuple[ColumnReader, ...]:
     """Return one reader per feature, and one for the task text and for each mask."""
     readers: list[ColumnReader] = []
     rows = dataset.rows
@@ -88,7 +85,7 @@ def _getter(
     return lambda row: column[row]
 
 
-def _depth_getter(dataset: RobotDataset, key: str) -> Callable[[int], object]:
+def _depth_getter(dataset: DatasetView, key: str) -> Callable[[int], object]:
     feature = dataset.features[key]
 
     def depth(row: int) -> object:

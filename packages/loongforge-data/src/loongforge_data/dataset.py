@@ -19,16 +19,16 @@ from loongforge_data.formats.modality import Modality, read_modality
 from loongforge_data.formats.placement import Placement
 from loongforge_data.formats.rows import Rows
 from loongforge_data.formats.statfiles import Stats, read_stats
+from loongforge_data.modalities.audio import AudioSource
 from loongforge_data.modalities.depth import DepthUnit
 from loongforge_data.modalities.series import SeriesSource
-from loongforge_data.opening import OnMismatch, Opened, Verify, open_files
-from loongforge_data.sources import AudioSource
+from loongforge_data.opening import Opened, open_files
+from loongforge_data.options import ImageSize, OnMismatch, Options, Verify
 from loongforge_data.video import DecoderPool, VideoFile, video_index
 from loongforge_data.video.pixels import upright_rgb
 from loongforge_data.windows import Window, make_windows
 
 Sample = dict[str, object]
-ImageSize = tuple[int, int]
 _Text = TypeVar("_Text", bound=str)
 _NOTHING = np.zeros(0, np.uint8)
 
@@ -320,21 +320,6 @@ class RobotDataset:
     def __reduce__(self) -> tuple[object, ...]:
         """Travel to another process by name and options; the fingerprint is compared there."""
         return _reopen, (self.root, self.options, self.fingerprint)
-
-
-class Options(NamedTuple):
-    """Arguments of `open_dataset`, kept to open the set again elsewhere."""
-
-    window: dict[str, tuple[int, ...]]
-    episodes: tuple[int, ...] | None
-    cameras: tuple[str, ...] | None
-    columns: tuple[str, ...] | None
-    image_size: ImageSize | None
-    on_mismatch: OnMismatch
-    verify: Verify
-    depth: DepthUnit
-    audio: dict[str, AudioSource] | None
-    series: dict[str, SeriesSource] | None
 
 
 def open_dataset(

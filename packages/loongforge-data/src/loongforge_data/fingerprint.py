@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from loongforge_data.contracts import DatasetView
 from loongforge_data.files import file_state
-
-if TYPE_CHECKING:
-    from loongforge_data.dataset import RobotDataset
 
 FORMAT = 1
 
 
-def fingerprint(dataset: RobotDataset) -> str:
+def fingerprint(dataset: DatasetView) -> str:
     """Return a hex digest over layout, features, episodes, tasks, file names and sizes, and the options.
 
     File contents and times of modification are left out: a copy of the data set on another machine has the

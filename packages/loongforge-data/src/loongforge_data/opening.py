@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from loongforge_data.formats.info import DatasetInfo, Feature, read_info
 from loongforge_data.formats.placement import Placement, place_videos
 from loongforge_data.formats.rows import Rows, load_rows, standard_features
 from loongforge_data.formats.tasks import read_tasks
+from loongforge_data.options import OnMismatch, Verify
 from loongforge_data.video.probe import frame_count
-
-OnMismatch = Literal["error", "drop_tail", "skip_episode"]
-Verify = Literal["auto", "paths", "headers"]
 
 _AUTO_LIMIT = 512
 _SHOWN = 20

@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loongforge_data.modalities.audio import AudioCache
+from loongforge_data.contracts import DatasetView
+from loongforge_data.modalities.audio import AudioCache, AudioSource
 from loongforge_data.modalities.series import SeriesSource, TimeSeries, read_series
 from loongforge_data.video.probe import video_index
-
-if TYPE_CHECKING:
-    from loongforge_data.dataset import RobotDataset
-
-
-@dataclass(frozen=True, kw_only=True)
-class AudioSource:
-    """A sound window around each sample.
-
-    Attributes:
-        rate: Samples per second of the result.
-        before: Seconds before the time of the sample.
-        after: Seconds after it.
-        channels: Channels of the result: 1 mixes all, another number must be the track's own (or repeat 1).
-        camera: Feature key of the camera whose video file carries the sound; or
-        path: Template of a sound file per episode, e.g. "audio/mic/episode_{episode_index:06d}.wav".
-    """
-
-    rate: int
-    before: float
-    after: float = 0.0
-    channels: int = 1
-    camera: str | None = None
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        """Demand exactly one place the sound comes from, and a window with an extent."""
-        if (self.camera is None) == (self.path is None):
-            msg = f"a sound needs either camera or path, got camera={self.camera!r} and path={self.path!r}"
-            raise ValueError(msg)
-        if self.rate < 1 or self.channels < 1 or self.before + self.after <= 0:
-            msg = (
-                "a sound needs a positive rate, channels and a window with an extent; got "
-                f"{self.rate}, {self.channels}, {self.before} + {self.after} s"
-            )
-            raise ValueError(msg)
-
-    @property
-    def samples(self) -> int:
-        """Length of the window in samples: the same for every sample of the data set."""
-        return round((self.before + self.after) * self.rate)
 
 
 class AudioReader:
     """Puts the sound window of a row into a sample: `key` (channels, samples), `key_is_pad` (samples,)."""
 
-    def __init__(self, dataset: RobotDataset, key: str, source: AudioSource) -> None:
+    def __init__(self, dataset: DatasetView, key: str, source: AudioSource) -> None:
         if source.camera is not None and source.camera not in dataset.info.cameras:
             known = ", ".join(dataset.info.cameras) or "none"
             msg = f"sound {key!r} names camera {source.camera!r}; cameras: {known}"
@@ -95,7 +53,7 @@ class AudioReader:
 class SeriesReader:
     """Puts the last rows of a series into a sample, as `key` (samples, D) float32 and `key_is_pad`."""
 
-    def __init__(self, dataset: RobotDataset, key: str, source: SeriesSource) -> None:
+    def __init__(self, dataset: DatasetView, key: str, source: SeriesSource) -> None:
         self._dataset = dataset
         self._key = key
         self._source = source

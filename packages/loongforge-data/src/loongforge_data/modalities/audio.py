@@ -32,6 +32,44 @@ _CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
+class AudioSource:
+    """A sound window around each sample.
+
+    Attributes:
+        rate: Samples per second of the result.
+        before: Seconds before the time of the sample.
+        after: Seconds after it.
+        channels: Channels of the result: 1 mixes all, another number must be the track's own (or repeat 1).
+        camera: Feature key of the camera whose video file carries the sound; or
+        path: Template of a sound file per episode, e.g. "audio/mic/episode_{episode_index:06d}.wav".
+    """
+
+    rate: int
+    before: float
+    after: float = 0.0
+    channels: int = 1
+    camera: str | None = None
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Demand exactly one place the sound comes from, and a window with an extent."""
+        if (self.camera is None) == (self.path is None):
+            msg = f"a sound needs either camera or path, got camera={self.camera!r} and path={self.path!r}"
+            raise ValueError(msg)
+        if self.rate < 1 or self.channels < 1 or self.before + self.after <= 0:
+            msg = (
+                "a sound needs a positive rate, channels and a window with an extent; got "
+                f"{self.rate}, {self.channels}, {self.before} + {self.after} s"
+            )
+            raise ValueError(msg)
+
+    @property
+    def samples(self) -> int:
+        """Length of the window in samples: the same for every sample of the data set."""
+        return round((self.before + self.after) * self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AudioTrack:
     """All samples of one sound track at its own rate.
 
