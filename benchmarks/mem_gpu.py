@@ -28,6 +28,7 @@ GIB = 1 << 30
 REPORTED = (
     "step_source", "planned_hit_rate", "step_allocations", "alloc_ms", "step_survivors", "step_device_calls",
 )  # fmt: skip
+TIMED = ("step", "step44", "dynamic", "calls")
 OURS = ("ours_runfit", "ours_plan", "ours_block")
 
 
@@ -37,14 +38,16 @@ def main() -> None:
     parser.add_argument(
         "--budget-s", type=float, default=520.0, help="stop starting processes after this time"
     )
+    parser.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default 3, quick 1)")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         _worker(json.loads(options.worker))
         return
-    import torch
+    import torch  # noqa: F401  so that the result describes the GPU
 
-    run = Runner(quick=options.quick, only=options.only, budget_s=options.budget_s, torch=torch)
+    rounds = options.rounds or (1 if options.quick else 3)
+    run = Runner(quick=options.quick, only=options.only, budget_s=options.budget_s, rounds=rounds)
     run.all()
     outcome = _common.result(
         "mem_gpu", rows=run.rows, figures=run.figures(), repetitions=run.rounds, notes=run.notes
@@ -52,15 +55,39 @@ def main() -> None:
     _common.finish(outcome, options.json)
 
 
+def schedule(rounds: int) -> list[tuple[str, str, dict[str, object]]]:
+    """Return what is timed, most important first, so that a run cut short has lost the least.
+
+    Rounds of columns are interleaved, because a host-bound step follows the clock of the machine.
+    """
+    columns = ["native", "ours_plan", "ours_runfit", "expandable"]
+    steps = [
+        [("step", c, {"round": r}) for c in (columns if r % 2 == 0 else columns[::-1])] for r in range(rounds)
+    ]
+    steps44 = [
+        [
+            ("step44", c, {"round": r})
+            for c in (("native", "ours_plan") if r % 2 == 0 else ("ours_plan", "native"))
+        ]
+        for r in range(max(1, rounds - 1))
+    ]
+    out = [*steps[0], ("dynamic", "ours_plan", {}), ("dynamic", "native", {})]
+    out += steps[1] if rounds > 1 else []
+    out += [*steps44[0], ("budget", "native", {}), ("dynamic", "expandable", {}), ("step", "ours_block", {})]
+    for later in range(2, rounds):
+        out += [*steps[later], *(steps44[later - 1] if later - 1 < len(steps44) else [])]
+    return [*out, ("calls", "native", {}), ("calls", "ours_plan", {}), ("dynamic", "ours_runfit", {})]
+
+
 class Runner:
     """Starts the worker processes and collects what they measured."""
 
-    def __init__(self, *, quick: bool, only: str, budget_s: float, torch: object) -> None:
+    def __init__(self, *, quick: bool, only: str, budget_s: float, rounds: int) -> None:
         self.quick, self.only = quick, {x for x in only.split(",") if x}
         self.end = time.monotonic() + budget_s
         self.rows: list[dict[str, object]] = []
         self.notes: list[str] = []
-        self.rounds = 1 if quick else 2
+        self.rounds = rounds
 
     def all(self) -> None:
         """Run every section that was asked for."""
@@ -70,21 +97,12 @@ class Runner:
         with ThreadPoolExecutor(max_workers=4) as pool:
             list(pool.map(lambda check: self.start(*check), checks))
         need = 0.0
-        order = ["native", "ours_plan", "ours_block", "expandable", "ours_runfit"]
-        for round_index in range(self.rounds):
-            for column in order if round_index % 2 == 0 else reversed(order):
-                row = self.start("step", column, round=round_index, pool_gb=need * 1.02 if need else None)
-                if row and column == "ours_plan" and not row.get("error"):
-                    need = float(row["peak_reserved_gb"])
-        for column in ("ours_plan", "native", "expandable", "ours_runfit"):
-            self.start("dynamic", column)
-        for section, column in (
-            ("step44", "native"),
-            ("step44", "ours_plan"),
-            ("calls", "native"),
-            ("calls", "ours_plan"),
-        ):
-            self.start(section, column)
+        for section, column, more in schedule(self.rounds):
+            if column == "ours_block":
+                more = {**more, "pool_gb": need * 1.3 if need else None}
+            row = self.start(section, column, **more)
+            if row and (section, column) == ("step", "ours_plan") and not row.get("error"):
+                need = float(row["peak_reserved_gb"])
 
     def start(self, section: str, column: str, **more: object) -> dict[str, object] | None:
         """Run one section of one column in a process of its own; returns its row."""
@@ -101,12 +119,16 @@ class Runner:
         if column == "expandable":
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
+        # One fixed set of cores for whatever is timed: moving between sockets costs more than allocators.
+        cores = sorted(os.sched_getaffinity(0))
+        pinned = cores[-4:] if section in TIMED and len(cores) >= 8 else cores
         row: dict[str, object] = {"section": section, "column": column, **more}
         started = time.monotonic()
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=min(left, 150), check=False
-            )
+                command, env=environment, capture_output=True, text=True, timeout=min(left, 150), check=False,
+                preexec_fn=lambda: os.sched_setaffinity(0, pinned),
+            )  # fmt: skip
             last = [line for line in done.stdout.splitlines() if line.startswith("{")]
             row |= json.loads(last[-1]) if last else {"error": (done.stderr or "no output")[-1500:]}
             if done.returncode != 0 and "error" not in row:
@@ -134,7 +156,15 @@ class Runner:
             )
 
         native = self.of("step", "native", "step_ms")
-        ratio("step_ratio_vs_native", self.of("step", "ours_plan", "step_ms"), native)
+        pairs = zip(self.of("step", "ours_plan", "step_ms"), native, strict=False)
+        ratios = [a / b for a, b in pairs]
+        out["step_ratio_vs_native"] = statistics.median(ratios) if ratios else None
+        out["step_ratio_vs_native_min"] = min(ratios, default=None)
+        out["step_ratio_vs_native_max"] = max(ratios, default=None)
+        fastest = "step_fastest_ms"
+        ratio(
+            "step_ratio_of_fastest", self.of("step", "ours_plan", fastest), self.of("step", "native", fastest)
+        )
         ratio(
             "step_ratio_vs_expandable",
             self.of("step", "ours_plan", "step_ms"),
@@ -196,6 +226,8 @@ def _orchestrator(job: dict[str, object]) -> object | None:
             backend="cuda" if block else "vmm",
             pool_gb=float(job["pool_gb"]) if block and job.get("pool_gb") else None,  # type: ignore[arg-type]
             plan=column != "ours_runfit",
+            # The clock is read only where its figures are asked for, after the measured steps.
+            timing=job["section"] == "calls",
         )
     )
 
@@ -238,6 +270,7 @@ def _step44_section(job: dict[str, object]) -> dict[str, object]:
 
 def _steps(job: dict[str, object], *, micro_batches: int, samples: int) -> dict[str, object]:
     import torch
+    from loongforge_mem import _core
 
     orchestrator = _orchestrator(job)
     model, optimizer, batch, _ = _build(torch, samples)
@@ -262,7 +295,7 @@ def _steps(job: dict[str, object], *, micro_batches: int, samples: int) -> dict[
                 step()
 
     times, reports = [], []
-    warm, count = 4, 8 if job["quick"] else 20
+    warm, count = 6, 10 if job["quick"] else 16
     after_two = 0.0
     for index in range(warm + count):
         torch.cuda.synchronize()
@@ -272,13 +305,18 @@ def _steps(job: dict[str, object], *, micro_batches: int, samples: int) -> dict[
         times.append((time.perf_counter() - begin) * 1e3)
         if index == 1:
             after_two = _memory(torch, orchestrator)["driver_calls"]
-        if orchestrator is not None and index in (0, 1, 2, 3, warm + count - 1):
+        if orchestrator is not None and index in (0, 1, 2, warm + count - 1):
             s = orchestrator.stats()
             reports.append({k: s.get(k) for k in REPORTED})
     measured = times[warm:]
+    if orchestrator is not None:
+        _core.set_timing(True)
+        for _ in range(3):
+            whole()
     memory = _memory(torch, orchestrator)
     row: dict[str, object] = {
         "step_ms": statistics.median(measured),
+        "step_fastest_ms": min(measured),
         "step_ms_spread": _common.spread(measured),
         "first_steps_ms": [round(t, 1) for t in times[:warm]],
         "driver_calls_after_step2": memory["driver_calls"] - after_two,

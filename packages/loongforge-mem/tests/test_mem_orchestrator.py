@@ -104,3 +104,26 @@ def test_a_step_inside_a_step_is_refused():
 def test_bad_settings_say_what_is_allowed(settings, text):
     with pytest.raises(ValueError, match=text):
         MemoryConfig(**settings)
+
+
+def test_a_step_that_fails_closes_and_teaches_nothing():
+    orchestrator = MemoryOrchestrator(MemoryConfig(mode="global", backend="host"))
+    x = torch.ones(256, 256)
+    for _ in range(3):
+        with orchestrator.step():
+            (x @ x).sum()
+    plans = orchestrator.stats()["plans"]
+
+    def broken():
+        with orchestrator.step():
+            x.sum()
+            msg = "half-way"
+            raise RuntimeError(msg)
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        broken()
+    assert orchestrator.stats()["plans"] == plans
+    with orchestrator.step():
+        (x @ x).sum()
+    assert orchestrator.stats()["planned_hit_rate"] == 1.0
+    orchestrator.close()

@@ -99,10 +99,9 @@ def _snapshot(path, **more):
         {"action": "segment_alloc", "addr": 1, "size": 99},
         {"action": "free_completed", "addr": 77, "size": 5},
     ]
-    for index in range(5):
-        entries.append(
-            {"action": "alloc", "addr": 4096 * (index + 1), "size": 1000 * (index + 1), "frames": frames}
-        )
+    entries += [
+        {"action": "alloc", "addr": 4096 * n, "size": 1000 * n, "frames": frames} for n in range(1, 6)
+    ]
     entries += [
         {"action": "free_requested", "addr": 4096, "size": 1},
         {"action": "free_completed", "addr": 4096, "size": 1},

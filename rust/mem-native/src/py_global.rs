@@ -105,10 +105,11 @@ pub fn global_phase(device: i32, name: &str) {
 
 /// Close the step.
 #[pyfunction]
-pub fn global_end_step(py: Python<'_>, device: i32) -> PyResult<Bound<'_, PyDict>> {
+#[pyo3(signature = (device, learn=true))]
+pub fn global_end_step(py: Python<'_>, device: i32, learn: bool) -> PyResult<Bound<'_, PyDict>> {
     let report = py.detach(|| {
         let mut heap = global::existing(device).ok_or_else(|| none_yet(device))?;
-        heap.end_step().map_err(to_python)
+        heap.end_step(learn).map_err(to_python)
     })?;
     step_report(py, &report)
 }

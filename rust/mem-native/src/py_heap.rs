@@ -206,9 +206,12 @@ impl PyHeap {
         self.lock().phase(name);
     }
 
-    fn end_step<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    #[pyo3(signature = (learn=true))]
+    fn end_step<'py>(&self, py: Python<'py>, learn: bool) -> PyResult<Bound<'py, PyDict>> {
         // Planning takes milliseconds: other Python threads go on meanwhile.
-        let report = py.detach(|| self.lock().end_step()).map_err(to_python)?;
+        let report = py
+            .detach(|| self.lock().end_step(learn))
+            .map_err(to_python)?;
         step_report(py, &report)
     }
 

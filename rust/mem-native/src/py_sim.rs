@@ -166,7 +166,9 @@ impl StepCalls for ThroughC {
     }
 
     fn end(&mut self) -> Result<u64> {
-        crate::global::heap(0).map_or(Ok(0), |mut heap| heap.end_step().map(|report| report.hits))
+        crate::global::heap(0).map_or(Ok(0), |mut heap| {
+            heap.end_step(true).map(|report| report.hits)
+        })
     }
 }
 

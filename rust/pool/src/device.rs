@@ -1,6 +1,6 @@
 //! What the heap needs from a device, and a device with logical time for tests.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::error::{PoolError, Result};
@@ -73,6 +73,8 @@ pub struct FakeDevice {
     pub calls: HashMap<&'static str, u64>,
     contiguous: bool,
     commits: bool,
+    /// First addresses of committed pieces.
+    pub committed: HashSet<u64>,
 }
 
 impl FakeDevice {
@@ -130,6 +132,11 @@ impl FakeDevice {
         };
     }
 
+    /// First address that was ever reserved.
+    pub fn base(&self) -> u64 {
+        1 << 32
+    }
+
     /// Bytes reserved now.
     pub fn used(&self) -> u64 {
         self.used
@@ -176,9 +183,9 @@ impl Device for FakeDevice {
         if self.commits { 32 << 20 } else { crate::SPAN }
     }
 
-    fn commit(&mut self, _address: u64, bytes: u64) -> Result<()> {
+    fn commit(&mut self, address: u64, bytes: u64) -> Result<()> {
         self.count("commit");
-        if self.used + bytes > self.budget {
+        if self.used + bytes > self.budget || !self.committed.insert(address) {
             return Err(PoolError::Device {
                 call: "commit",
                 code: 2,
@@ -188,9 +195,11 @@ impl Device for FakeDevice {
         Ok(())
     }
 
-    fn decommit(&mut self, _address: u64, bytes: u64) {
+    fn decommit(&mut self, address: u64, bytes: u64) {
         self.count("decommit");
-        self.used -= bytes;
+        if self.committed.remove(&address) {
+            self.used -= bytes;
+        }
     }
 
     fn record(&mut self, stream: StreamId) -> Result<EventId> {

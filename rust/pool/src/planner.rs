@@ -24,12 +24,22 @@ pub struct Plan {
     pub order: &'static str,
 }
 
+/// Placed items: sorted by offset as a whole, and by time in buckets, so that a short life is compared only with what
+/// lives near it.
 struct Placed {
     offset: Vec<u64>,
     end: Vec<u64>,
     from: Vec<u32>,
     until: Vec<u32>,
+    buckets: Vec<Vec<(u64, u64, u32, u32)>>,
+    per_bucket: u32,
+    near: Vec<(u64, u64)>,
 }
+
+/// Buckets of allocation indices.
+const BUCKETS: u32 = 128;
+/// Lives over more buckets than this are compared with everything.
+const SHORT_LIFE: u32 = 8;
 
 /// Plan `items`. Deterministic.
 pub fn plan(items: &[Item]) -> Result<Plan> {
@@ -79,8 +89,8 @@ pub fn plan(items: &[Item]) -> Result<Plan> {
     Ok(improve(plan, order, floor))
 }
 
-/// Work of all improving tries together, in comparisons (about a third of a second).
-const IMPROVE_BUDGET: usize = 400_000_000;
+/// Work of all improving tries together, in comparisons (a fraction of a second).
+const IMPROVE_BUDGET: usize = 300_000_000;
 const MOST_TRIES: usize = 60;
 
 /// Place the items that define the high-water mark first, and the rest again in the same order.
@@ -138,43 +148,84 @@ fn orders(items: &[Item], planned: &[u32]) -> Vec<(&'static str, Vec<u32>)> {
 fn place(items: &[Item], order: &[u32]) -> (Vec<u64>, u64) {
     let mut offsets = vec![UNPLANNED; items.len()];
     let mut high_water = 0;
-    let capacity = order.len();
-    let mut placed = Placed {
-        offset: Vec::with_capacity(capacity),
-        end: Vec::with_capacity(capacity),
-        from: Vec::with_capacity(capacity),
-        until: Vec::with_capacity(capacity),
-    };
+    let mut placed = Placed::new(items.len(), order.len());
     for &index in order {
         let item = items[index as usize];
         let size = item.size.max(1).div_ceil(QUANTUM) * QUANTUM;
-        let offset = lowest_gap(&placed, index, item.end, size);
+        let offset = placed.lowest_gap(index, item.end, size);
         offsets[index as usize] = offset;
         high_water = high_water.max(offset + size);
-        let at = placed.offset.partition_point(|&o| o <= offset);
-        placed.offset.insert(at, offset);
-        placed.end.insert(at, offset + size);
-        placed.from.insert(at, index);
-        placed.until.insert(at, item.end);
+        placed.add(offset, size, index, item.end);
     }
     (offsets, high_water)
 }
 
-/// Lowest offset where `size` bytes are free for the whole life `[from, until)`. `placed` is sorted by offset.
-fn lowest_gap(placed: &Placed, from: u32, until: u32, size: u64) -> u64 {
-    let mut top = 0_u64;
-    let columns = placed
-        .offset
-        .iter()
-        .zip(&placed.end)
-        .zip(placed.from.iter().zip(&placed.until));
-    for ((&offset, &end), (&other_from, &other_until)) in columns {
-        if other_from < until && from < other_until {
-            if offset >= top && offset - top >= size {
-                return top;
-            }
-            top = top.max(end);
+impl Placed {
+    fn new(items: usize, capacity: usize) -> Self {
+        Self {
+            offset: Vec::with_capacity(capacity),
+            end: Vec::with_capacity(capacity),
+            from: Vec::with_capacity(capacity),
+            until: Vec::with_capacity(capacity),
+            buckets: vec![Vec::new(); BUCKETS as usize],
+            per_bucket: (items as u32 / BUCKETS + 1).max(1),
+            near: Vec::new(),
         }
+    }
+
+    fn bucket_range(&self, from: u32, until: u32) -> (u32, u32) {
+        (
+            from / self.per_bucket,
+            ((until - 1) / self.per_bucket).min(BUCKETS - 1),
+        )
+    }
+
+    fn add(&mut self, offset: u64, size: u64, from: u32, until: u32) {
+        let at = self.offset.partition_point(|&o| o <= offset);
+        self.offset.insert(at, offset);
+        self.end.insert(at, offset + size);
+        self.from.insert(at, from);
+        self.until.insert(at, until);
+        let (first, last) = self.bucket_range(from, until);
+        for bucket in first..=last {
+            self.buckets[bucket as usize].push((offset, offset + size, from, until));
+        }
+    }
+
+    /// Lowest offset where `size` bytes are free for the whole life `[from, until)`.
+    fn lowest_gap(&mut self, from: u32, until: u32, size: u64) -> u64 {
+        let (first, last) = self.bucket_range(from, until);
+        if last - first < SHORT_LIFE {
+            self.near.clear();
+            for bucket in first..=last {
+                for &(offset, end, other_from, other_until) in &self.buckets[bucket as usize] {
+                    // An item of several buckets counts in the first one that both lives touch.
+                    let counted = (other_from / self.per_bucket).max(first) == bucket;
+                    if counted && other_from < until && from < other_until {
+                        self.near.push((offset, end));
+                    }
+                }
+            }
+            self.near.sort_unstable();
+            return first_gap(self.near.iter().copied(), size);
+        }
+        let lives = self.from.iter().zip(&self.until);
+        let blocks = self.offset.iter().zip(&self.end).zip(lives);
+        let together = blocks
+            .filter(|&(_, (&other_from, &other_until))| other_from < until && from < other_until)
+            .map(|((&offset, &end), _)| (offset, end));
+        first_gap(together, size)
+    }
+}
+
+/// First gap of `size` bytes between blocks sorted by offset.
+fn first_gap(blocks: impl Iterator<Item = (u64, u64)>, size: u64) -> u64 {
+    let mut top = 0_u64;
+    for (offset, end) in blocks {
+        if offset >= top && offset - top >= size {
+            return top;
+        }
+        top = top.max(end);
     }
     top
 }

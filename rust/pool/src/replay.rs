@@ -47,6 +47,8 @@ const LOOK_AHEAD: usize = 16;
 const LOOK_BEHIND: usize = 4;
 /// Unexpected requests in a row after which a step counts as one of other shapes.
 const MOST_ODD: u32 = 4;
+/// Extra requests in one step after which it counts as one of larger shapes.
+const MOST_EXTRAS: u32 = 32;
 
 /// A plan in use.
 #[derive(Debug, Clone)]
@@ -60,6 +62,8 @@ pub struct Replay {
     next: u32,
     /// Unexpected sizes in a row.
     odd: u32,
+    /// Extra requests in this step.
+    extras: u32,
     /// Live slots by offset, kept only after a block was not served from its slot.
     exact: Option<BTreeMap<u64, (u64, u32)>>,
     /// Counters since the plan was made.
@@ -80,6 +84,7 @@ impl Replay {
             live_count: 0,
             next: 0,
             odd: 0,
+            extras: 0,
             exact: None,
             counters: ReplayCounters::default(),
         })
@@ -107,6 +112,7 @@ impl Replay {
     pub fn begin(&mut self) {
         self.next = 0;
         self.odd = 0;
+        self.extras = 0;
         self.exact = None;
         if self.live_count > 0 {
             self.enter_exact();
@@ -178,7 +184,8 @@ impl Replay {
                 return Ok(());
             }
             self.odd += 1;
-            if size > expected && self.odd < MOST_ODD {
+            if size > expected && self.odd < MOST_ODD && self.extras < MOST_EXTRAS {
+                self.extras += 1;
                 self.counters.misses[Miss::Extra as usize] += 1;
                 return Err(Miss::Extra);
             }

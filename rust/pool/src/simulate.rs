@@ -278,7 +278,7 @@ impl StepCalls for Heap {
     }
 
     fn end(&mut self) -> Result<u64> {
-        self.end_step().map(|report| report.hits)
+        self.end_step(true).map(|report| report.hits)
     }
 }
 

@@ -6,6 +6,8 @@ use loongforge_pool::heap::{Heap, HeapConfig, Label};
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;
+/// Piece in which the committing device commits.
+const PAGE: u64 = 32 << 20;
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -67,8 +69,8 @@ struct Model {
 const CAPTURE_STREAM: u64 = 2;
 
 impl Model {
-    fn new(budget: u64, config: HeapConfig) -> Self {
-        let device = SharedDevice::new(FakeDevice::new(budget, false));
+    fn new(fake: FakeDevice, config: HeapConfig) -> Self {
+        let device = SharedDevice::new(fake);
         Self {
             heap: Heap::new(Box::new(device.clone()), config),
             device,
@@ -115,7 +117,7 @@ impl Model {
                 self.open = true;
             }
             Op::EndStep => {
-                prop_assert_eq!(self.heap.end_step().is_ok(), self.open);
+                prop_assert_eq!(self.heap.end_step(true).is_ok(), self.open);
                 self.open = false;
             }
             Op::Phase(n) => self
@@ -234,13 +236,34 @@ impl Model {
 }
 
 fn check(budget: u64, config: HeapConfig, program: &[Op]) -> Result<(), TestCaseError> {
-    let mut model = Model::new(budget, config);
+    run(
+        Model::new(FakeDevice::new(budget, false), config),
+        budget,
+        program,
+    )
+}
+
+fn run(mut model: Model, budget: u64, program: &[Op]) -> Result<(), TestCaseError> {
     for op in program {
         model.run(op)?;
         let stats = model.heap.stats();
         let wanted: u64 = model.live.iter().map(|b| b.size).sum();
         prop_assert_eq!(stats.requested.current, wanted);
         prop_assert!(stats.reserved.current <= budget);
+        let device = model.device.get();
+        if device.commits() {
+            for block in &model.live {
+                let base = device.base();
+                let first = (block.address - base) / PAGE;
+                let last = (block.address + block.size - 1 - base) / PAGE;
+                for page in first..=last {
+                    prop_assert!(
+                        device.committed.contains(&(base + page * PAGE)),
+                        "a live block lost its memory"
+                    );
+                }
+            }
+        }
     }
     Ok(())
 }
@@ -252,6 +275,12 @@ proptest! {
     fn growing_heaps_never_hand_out_memory_in_use(program in ops()) {
         let config = HeapConfig { grow_bytes: 16 * MIB, ..HeapConfig::default() };
         check(1 << 40, config, &program)?;
+    }
+
+    #[test]
+    fn committing_heaps_never_take_memory_from_live_blocks(program in ops()) {
+        let config = HeapConfig { initial_bytes: 1 << 30, grow_bytes: 0, ..HeapConfig::default() };
+        run(Model::new(FakeDevice::committing(5 * PAGE), config), 5 * PAGE, &program)?;
     }
 
     #[test]

@@ -24,7 +24,7 @@ class Backend:
         heap: the heap itself where it belongs to the orchestrator alone.
         begin_step: opens a step on a stream; returns where its blocks come from.
         phase: names the phase of the open step.
-        end_step: closes the step; returns its report.
+        end_step: closes the step, learning from it or not; returns its report.
         stats: the figures, or None before the first allocation.
         set_plan: uses a plan from the next step on.
         state: position-independent state, or None before the first allocation.
@@ -36,7 +36,7 @@ class Backend:
     heap: _core.Heap | None
     begin_step: Callable[[int], str]
     phase: Callable[[str], None]
-    end_step: Callable[[], dict[str, Any]]
+    end_step: Callable[[bool], dict[str, Any]]
     stats: Callable[[], dict[str, Any] | None]
     set_plan: Callable[[PlanParts], None]
     state: Callable[[], StateParts | None]

@@ -57,6 +57,7 @@ class MemoryOrchestrator:
         self._alloc_ns = 0
         self._last_alloc_ms = 0.0
         self._closed = False
+        self._label_before: int | None = None
         self._book: AddressBook | None = None
         self._choose_backend()
         register(self.stats)
@@ -97,11 +98,13 @@ class MemoryOrchestrator:
             return
         source = self._backend.begin_step(self._stream())
         self._report = {"source": source}
+        whole = False
         try:
             with self._watched():
                 yield self
+            whole = True
         finally:
-            self._report = self._backend.end_step()
+            self._report = self._backend.end_step(whole)
             self._steps += 1
             self._note_times()
 
@@ -294,12 +297,13 @@ class MemoryOrchestrator:
         self.phase("optimizer")
         if self._backend is not None and self._optimizer is not None and not self._optimizer.state:
             # The first step makes the optimizer's state: it stays, so it must not lie among activations.
-            _core.set_label(Label.MIGRATABLE)
+            self._label_before = _core.set_label(Label.MIGRATABLE)
 
     def _optimizer_ends(self) -> None:
         self.phase("after optimizer")
-        if self._backend is not None:
-            _core.set_label(Label.EPHEMERAL)
+        if self._label_before is not None:
+            _core.set_label(self._label_before)
+            self._label_before = None
 
     def _note_times(self) -> None:
         raw = self._backend.stats() if self._backend is not None else None

@@ -5,9 +5,9 @@ but every operator makes the storages it would make. Kernel workspaces are not i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from loongforge_mem.shapes import TransformerShape
 from loongforge_mem.trace import Event, Trace
 from loongforge_mem.watch import StorageWatch
 
@@ -16,31 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Batch = dict[str, "Tensor"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerShape:
-    """A plain transformer.
-
-    Attributes:
-        layers: number of blocks.
-        width: model width.
-        heads: attention heads.
-        mlp: inner width of the MLP.
-        gated: SwiGLU instead of GELU.
-        vocabulary: size of the output; 0 ends in a mean instead of logits.
-        causal: causal attention.
-        recompute: recompute every block in backward.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    mlp: int
-    gated: bool = False
-    vocabulary: int = 0
-    causal: bool = False
-    recompute: bool = False
 
 
 def record_steps(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from loongforge_mem.synthetic import TransformerShape
+from loongforge_mem.shapes import TransformerShape
 
 
 class Block(nn.Module):

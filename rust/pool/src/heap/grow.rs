@@ -6,6 +6,9 @@ use crate::device::StreamId;
 use crate::error::{PoolError, Result};
 use crate::{SPAN, UNIT};
 
+/// Pages given back at once when a new peak needs memory (256 MiB in chunks of 32 MiB).
+const RECLAIM_PAGES: usize = 8;
+
 impl Heap {
     /// Reserve a new segment and give its units to the main arena.
     pub(super) fn add_segment(&mut self, bytes: u64, keep: bool) -> Result<()> {
@@ -86,6 +89,10 @@ impl Heap {
 
     fn touch_page(&mut self, at: u64, page: u64) -> bool {
         if self.device.commits() {
+            if self.reserved.current + page > self.reserved.peak.min(self.config.limit_bytes) {
+                // A new peak: memory committed elsewhere and free now is used first.
+                self.reclaim_pages(RECLAIM_PAGES);
+            }
             if self.reserved.current + page > self.config.limit_bytes {
                 return false;
             }
@@ -99,6 +106,17 @@ impl Heap {
         self.pages[(at / 64) as usize] |= 1 << (at % 64);
         self.touched.add(page);
         true
+    }
+
+    /// Decommit up to `most` free pages of the main arena, highest first; returns how many.
+    fn reclaim_pages(&mut self, most: usize) -> usize {
+        if !self.active.is_empty() {
+            return 0;
+        }
+        let mut pages = self.free_committed_pages();
+        let keep = pages.len().saturating_sub(most);
+        let gone = pages.split_off(keep);
+        self.decommit_pages(&gone)
     }
 
     /// The slow path: everything that can make room, cheapest first.
@@ -249,25 +267,35 @@ impl Heap {
     }
 
     pub(super) fn decommit_free_pages(&mut self) -> u64 {
-        let page = u64::from(self.page_units) * UNIT;
-        let mut gone = Vec::new();
+        let pages = self.free_committed_pages();
+        self.decommit_pages(&pages) as u64 * u64::from(self.page_units) * UNIT
+    }
+
+    /// Pages that are wholly free in the main arena and have memory behind them, in address order.
+    fn free_committed_pages(&self) -> Vec<u32> {
+        let mut out = Vec::new();
         for (start, len) in self.arenas[0].arena.runs.free_runs() {
             let first = start.div_ceil(self.page_units);
             let last = (start + len) / self.page_units;
-            gone.extend(
+            out.extend(
                 (first..last).filter(|&at| self.pages[at as usize / 64] >> (at % 64) & 1 == 1),
             );
         }
+        out
+    }
+
+    fn decommit_pages(&mut self, gone: &[u32]) -> usize {
         if gone.is_empty() || !self.wait_for_device() {
             return 0;
         }
-        for &at in &gone {
+        let page = u64::from(self.page_units) * UNIT;
+        for &at in gone {
             let address = self.address_of(u64::from(at) * page);
             self.device.decommit(address, page);
             self.forget_pages(at * self.page_units, self.page_units);
             self.reserved.sub(page);
         }
-        gone.len() as u64 * page
+        gone.len()
     }
 
     pub(super) fn wait_for_device(&mut self) -> bool {

@@ -216,8 +216,9 @@ impl Heap {
         }
     }
 
-    /// Close the step; learn from it when it was not all hits.
-    pub fn end_step(&mut self) -> Result<StepReport> {
+    /// Close the step; with `learn`, make a better plan when it was not all hits. A step that an error cut short teaches
+    /// nothing.
+    pub fn end_step(&mut self, learn: bool) -> Result<StepReport> {
         if !self.step.open {
             return Err(PoolError::BadStep {
                 what: "no step is open; begin one first".into(),
@@ -245,7 +246,7 @@ impl Heap {
                 *miss = now.misses[at] - self.step.before.misses[at];
             }
         }
-        report.planned = self.learn(&report)?;
+        report.planned = learn && self.learn(&report)?;
         report.plan_bytes = self.plan.as_ref().map_or(0, |c| c.replay.plan().high_water);
         Ok(report)
     }
