@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import statistics
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ import _kernels_rivals as rivals
 from loongforge_fuse import ops
 from loongforge_fuse.kernels import launcher
 from loongforge_fuse.kernels.catalog import BACKWARD_CHOICES, FORWARD_CHOICES, NORMS
-from loongforge_fuse.ops import norm as norm_ops
+from loongforge_fuse.ops import norm_launch as norm_ops
 from loongforge_fuse.ops.adamw import FusedAdamW
 from loongforge_fuse.ops.elementwise import elementwise_spec
 from loongforge_fuse.ops.norm_plan import RowPlan
@@ -97,7 +98,6 @@ class Run:
         self.rows: list[dict[str, object]] = []
         self.figures: dict[str, float | int | bool | str | None] = {}
         self.notes: list[str] = []
-        self.copy: dict[int, float] = {}
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -111,18 +111,16 @@ class Run:
         print(f"[{name}: {time.time() - start:.0f} s]", flush=True)
 
     def copy_bandwidth(self, size: int) -> float:
-        """Bandwidth of a device copy that moves about `size` bytes (reads plus writes)."""
-        size = max(2**20, size // 2**20 * 2**20)
-        if size not in self.copy:
-            n = size // 4  # bf16 read and written
+        """Median bandwidth of a device copy that moves about `size` bytes, at most 1 GiB, measured now."""
+        n = min(size, 2**30) // 32 * 8  # bf16, read and written
 
-            def make() -> tuple[Call, int]:
-                a, b = torch.randn(n, device="cuda").to(BF16), torch.empty(n, device="cuda", dtype=BF16)
-                return lambda: b.copy_(a), size
+        def make() -> tuple[Call, int]:
+            a = torch.randint(0, 2**15, (n,), device="cuda", dtype=torch.int16).view(BF16)
+            b = torch.empty_like(a)
+            return lambda: b.copy_(a), 4 * n
 
-            calls, _ = rotating(make)
-            self.copy[size] = size / min(device_time(calls, self.repetitions))
-        return self.copy[size]
+        calls, moved = rotating(make)
+        return moved / statistics.median(device_time(calls, self.repetitions))
 
     def bandwidth(self, name: str, make: Callable[[], tuple[Call, int]], **extra: object) -> float:
         """Measure a kernel and the copy of as many bytes beside it; return its share of the copy."""
@@ -212,7 +210,7 @@ def bandwidth_cases(scale: int) -> dict[str, Callable[[], tuple[Call, int]]]:
         g = bf(t.shape[0], 592)
         # The buffer is cleared first: one more write of the pixels.
         return lambda: torch.ops.loongforge.masked_unfold_backward(
-            g, t, None, 14, False, count, BF16
+            g, t, None, 14, False, True, count, BF16
         ), 6 * count
 
     def rope() -> tuple[Call, int]:
@@ -306,7 +304,6 @@ def norm_cases(width: int, rows: int, *, layer: bool, gain: str) -> dict[str, Ca
 
 def measure_bandwidth(run: Run) -> None:
     """Every kernel at 64 MB and above."""
-    run.copy_bandwidth(2**28)
     worst: dict[str, float] = {}
     for name, make in bandwidth_cases(1).items():
         with run.part(name):
@@ -320,34 +317,33 @@ def measure_bandwidth(run: Run) -> None:
 
 def measure_choices(run: Run) -> None:
     """Ways to spread rows over threads, for the plan tables."""
-    for (width, threads, vectors, ahead), residual in itertools.product(FORWARD_CHOICES, (False, True)):
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, ahead=ahead)
-        for blocks in (2, 4, 8) if ahead else (4,):
-            choice(run, width, plan, " residual" if residual else "", blocks=blocks)
-    for width, threads, vectors, limit in BACKWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, max_registers=limit)
-        for blocks, suffix in itertools.product((2, 3, 4, 6, 8), (" backward", " backward frozen")):
-            choice(run, width, plan, suffix, blocks=blocks)
+    for width, threads, vectors, each, ahead in FORWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=max(threads, 96), each=each, ahead=ahead)
+        for waves, suffix in itertools.product((8, 16, 32) if ahead else (8,), ("", " residual")):
+            choice(run, width, plan, suffix, forward=waves)
+    for width, threads, vectors, each, blocks in BACKWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, min_blocks=blocks)
+        choice(run, width, plan, " backward")
+        for waves in (8, 16, 32):
+            choice(run, width, plan, " backward frozen", backward=waves)
 
 
-def choice(run: Run, width: int, plan: RowPlan, suffix: str, *, blocks: int) -> None:
-    """Measure one row plan on the first norm of a width."""
-    layer, gain, _ = NORMS[width][-1 if width == 2048 else 0]
-    wanted = norm_ops.blocks_wanted
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+def choice(run: Run, width: int, plan: RowPlan, suffix: str, **waves: int) -> None:
+    """Measure one row plan on LayerNorm with weights."""
     norm_ops.forward_plans[width] = plan
     norm_ops.backward_plans[width, True] = norm_ops.backward_plans[width, False] = plan
-    norm_ops.blocks_wanted = lambda _: blocks * processors
-    name = f"{'layer' if layer else 'rms'}_norm {gain} {width}{suffix}"
-    detail = f"t{plan.threads} v{plan.vectors} ahead{int(plan.ahead)} r{plan.max_registers} x{blocks}"
+    saved = dict(norm_ops.waves)
+    norm_ops.waves.update(waves)
+    name = f"layer_norm scale {width}{suffix}"
+    detail = f"t{plan.threads} v{plan.vectors} e{plan.each} ahead{int(plan.ahead)} m{plan.min_blocks} {waves}"
     try:
         with run.part(f"choice {name} {detail}"):
-            case = norm_cases(width, 2**25 // width, layer=layer, gain=gain)[name]
+            case = norm_cases(width, 2**25 // width, layer=True, gain="scale")[name]
             run.bandwidth(f"choice {name} {detail}", case)
     finally:
-        norm_ops.forward_plans.clear()
-        norm_ops.backward_plans.clear()
-        norm_ops.blocks_wanted = wanted
+        norm_ops.waves.update(saved)
+        for cache in ("forward_plans", "backward_plans", "_forward_calls", "_backward_calls"):
+            getattr(norm_ops, cache).clear()
 
 
 def measure_model_shapes(run: Run) -> None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from loongforge_fuse import PatchPolicy, apply_fused_ops, register_pattern
-from loongforge_fuse.patching import Pattern, pattern
+from loongforge_fuse.patching import Pattern, registry
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -262,4 +262,4 @@ def test_a_users_pattern_is_tried_first_and_checked():
         register_pattern(wrong, replace=True)
         assert apply_fused_ops(nn.Sequential(Doubler(3, 3)), "always").counts() == {}
     finally:
-        pattern._registry.pop("doubler")
+        registry._registry.pop("doubler")

@@ -7,11 +7,22 @@ import torch
 from loongforge_fuse import FusedAdamW, ops
 from loongforge_fuse.kernels import launcher
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
-from loongforge_fuse.ops import _common, adamw, dropout, elementwise, image, norm, normalize, patches, rope
+from loongforge_fuse.ops import (
+    _common,
+    adamw,
+    dropout,
+    elementwise,
+    image,
+    norm,
+    norm_launch,
+    normalize,
+    patches,
+    rope,
+)
 from torch import Tensor
 
 BF16 = torch.bfloat16
-MODULES = (_common, adamw, dropout, elementwise, image, norm, normalize, patches, rope)
+MODULES = (_common, adamw, dropout, elementwise, image, norm, norm_launch, normalize, patches, rope)
 
 
 class Recorder:
@@ -47,7 +58,7 @@ def seen(monkeypatch):
                 monkeypatch.setattr(module, name, {})
             elif name.endswith("_function") and hasattr(value, "cache_clear"):
                 value.cache_clear()
-    monkeypatch.setattr(norm, "blocks_wanted", lambda device: 528)
+    norm_launch.processors.cache_clear()
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     ops.reset_op_counters()
@@ -169,7 +180,7 @@ def test_image_and_patch_calls_fit_their_kernels(seen):
     table = ops.patch_table([(28, 28)] * 2, 14, planar=False)
     ops.masked_unfold(pixels.view(-1), table, patch=14, mask=torch.ones(8, dtype=torch.bool))
     patches._rows_backward_cuda(torch.randn(8, 592).to(BF16), table, None, 14, False, True, 4704, BF16)
-    assert makers(seen) == {"image_planes", "image_table", "patch_rows", "patch_rows_backward"}
+    assert makers(seen) == {"image_planes", "image_table", "patch_runs", "patch_lines_backward"}
 
 
 def test_head_norm_rope_calls_fit_their_kernels(seen):

@@ -398,12 +398,12 @@ def test_a_captured_chain_replays_with_new_masks_and_equals_eager():
     assert counter.tolist() == eager_counter.tolist()
 
 
-def test_first_use_of_a_kernel_inside_a_capture_is_legal():
+def test_first_use_of_a_kernel_inside_a_capture_is_legal(monkeypatch):
     from loongforge_fuse.kernels import launcher
     from loongforge_fuse.ops import elementwise
 
-    launcher._functions.clear()
-    elementwise._gelu_calls.clear()
+    monkeypatch.setattr(launcher, "_functions", {})
+    monkeypatch.setattr(elementwise, "_gelu_calls", {})
     x = randn(4096)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -421,11 +421,10 @@ def launch_way(request, monkeypatch):
 
     if request.param == "ctypes":
         monkeypatch.setattr(driver, "_static_launcher", None)
-    for cache in (launcher._functions, elementwise._gelu_calls):
-        cache.clear()
-    yield request.param
-    for cache in (launcher._functions, elementwise._gelu_calls):
-        cache.clear()
+    # Kernels of their own for this test: the others keep theirs, and their counts.
+    monkeypatch.setattr(launcher, "_functions", {})
+    monkeypatch.setattr(elementwise, "_gelu_calls", {})
+    return request.param
 
 
 def test_a_thread_without_a_context_can_launch(launch_way):

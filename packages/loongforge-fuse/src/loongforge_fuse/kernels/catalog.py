@@ -31,7 +31,7 @@ NORMS = {
 # x, residual, table and result types: all the same, or the mixtures of an autocast region.
 _SAME = {"bf16": ("bf16",) * 4, "f16": ("f16",) * 4, "f32": ("f32",) * 4}
 _MIXED = (("f32", "bf16", "f32", "bf16"), ("bf16", "bf16", "f32", "bf16"))
-MAX_REGISTERS = 168
+MAX_REGISTERS = 224
 
 
 def elementwise_kernels() -> Iterator[KernelSpec]:
@@ -97,9 +97,9 @@ def _norm_types(width: int) -> tuple[tuple[str, str, str, str], ...]:
     them.
     """
     types = [_SAME["bf16"], *(_MIXED if 1024 <= width <= 2048 else ())]
-    if width <= 256 or width in (1536, 2048):
+    if width <= 256 or width == 2048:
         types.append(_SAME["f32"])
-    if width in (48, 2048):
+    if width in (48, 96, 2048):
         types.append(_SAME["f16"])
     return tuple(types)
 
@@ -114,12 +114,11 @@ def image_kernels() -> Iterator[KernelSpec]:
         for channels, vector in product((1, 3, 4), (True, False)):
             yield table_spec(y, channels, vector=vector)
     for patch, last, masked in product((14, 16), (True, False), (True, False)):
-        for y in ("bf16", "f32"):
-            for planar in (False, True):
-                form = {"last": last, "planar": planar, "masked": masked}
-                yield rows_spec("u8", y, patch, **form)
-                yield rows_spec(y, y, patch, **form)
-                yield rows_backward_spec(y, y, patch, **form)
+        for y, planar in product(("bf16", "f32"), (False, True)):
+            form = {"last": last, "planar": planar, "masked": masked}
+            yield rows_spec("u8", y, patch, **form)
+            yield rows_spec(y, y, patch, **form)
+            yield rows_backward_spec(y, y, patch, **form)
 
 
 def optimizer_kernels() -> Iterator[KernelSpec]:
@@ -144,25 +143,24 @@ def rope_kernels() -> Iterator[KernelSpec]:
     """Variants of the per-head norm with rotation: model, autocast and full precision."""
     from loongforge_fuse.ops.rope import rope_backward_spec, rope_spec
 
-    for width, (x, w, c) in product(
-        (16, 128), (("bf16", "bf16", "bf16"), ("bf16", "f32", "bf16"), ("f32", "f32", "f32"))
-    ):
-        yield rope_spec(x, w, c, width)
+    types = (("bf16", "bf16", "bf16"), ("bf16", "f32", "bf16"), ("f32", "f32", "f32"))
+    for (width, each), (x, w, c) in product(((16, 1), (16, 4), (128, 4)), types):
+        yield rope_spec(x, w, c, width, each)
         for columns in (False, True):
-            yield rope_backward_spec(x, w, c, width, columns=columns)
+            yield rope_backward_spec(x, w, c, width, each, columns=columns)
 
 
-# (width, threads, vectors, ahead): ways to spread a forward row, to choose from by measurement.
+# (width, threads, vectors, elements, ahead): ways to spread a forward row, to choose from by measurement.
 FORWARD_CHOICES = (
-    *((2048, t, v, a) for t, v in ((128, 2), (256, 1)) for a in (False, True)),
-    *((1536, t, v, a) for t, v in ((96, 2), (192, 1)) for a in (False, True)),
-    *((1152, t, v, a) for t, v in ((96, 2), (160, 1)) for a in (False, True)),
+    *((2048, 128, 2, 8, a) for a in (False, True)),
+    *((1536, t, v, e, a) for t, v, e in ((96, 2, 8), (128, 3, 4)) for a in (False, True)),
+    *((1152, t, v, e, a) for t, v, e in ((96, 3, 4), (96, 2, 8), (32, 9, 4)) for a in (False, True)),
 )
-# (width, threads, vectors, register limit): the same for the backward pass.
+# (width, threads, vectors, elements, blocks on a multiprocessor): the same for the backward pass.
 BACKWARD_CHOICES = (
-    *((2048, t, v, m) for t, v, m in ((256, 1, 0), (256, 1, 80), (256, 1, 64), (128, 2, 0), (128, 2, 128))),
-    *((1536, t, v, m) for t, v, m in ((192, 1, 0), (192, 1, 80), (96, 2, 0))),
-    *((1152, t, v, m) for t, v, m in ((160, 1, 0), (160, 1, 80))),
+    *((2048, t, v, 8, m) for t, v, m in ((128, 2, 4), (256, 1, 3))),
+    *((1536, t, v, e, m) for t, v, e, m in ((96, 2, 8, 5), (192, 1, 8, 4), (128, 3, 4, 4))),
+    *((1152, t, v, e, m) for t, v, e, m in ((96, 3, 4, 5), (160, 1, 8, 4))),
 )
 
 
@@ -171,23 +169,18 @@ def tuning_kernels() -> Iterator[KernelSpec]:
     from loongforge_fuse.ops.norm_plan import RowPlan, backward_spec, forward_spec
 
     same = dict.fromkeys("xwy", "bf16")
-    for width, threads, vectors, ahead in FORWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, ahead=ahead)
-        layer, gain, offset = NORMS[width][-1 if width == 2048 else 0]
+    for width, threads, vectors, each, ahead in FORWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=max(threads, 96), each=each, ahead=ahead)
         for residual in (False, True):
             yield forward_spec(
-                plan, width, layer=layer, **same, r="bf16", gain=gain, offset=offset, residual=residual
+                plan, width, layer=True, **same, r="bf16", gain="scale", offset=True, residual=residual
             )
-    for width, threads, vectors, limit in BACKWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, max_registers=limit)
-        layer, gain, offset = NORMS[width][-1 if width == 2048 else 0]
+    for width, threads, vectors, each, blocks in BACKWARD_CHOICES:
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, min_blocks=blocks)
         for columns in (False, True):
             yield backward_spec(
-                plan, width, layer=layer, **same, gain=gain, columns=columns, offset=offset, carry=False
+                plan, width, layer=True, **same, gain="scale", columns=columns, offset=True, carry=False
             )
-    from loongforge_fuse.ops.image import planes_spec
-
-    yield planes_spec("bf16", 8)
 
 
 FAMILIES = {

@@ -84,7 +84,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
         raise ValueError(message)
     try:
         ptx = _ptx(spec, (int(match[1]), int(match[2])))
-        cubin, log = _link(ptx, arch, spec.max_registers)
+        cubin, log = _link(ptx, arch)
     except Exception as error:  # the tools raise many types; the caller needs one
         message = f"kernel {spec.name} does not compile for {arch}: {type(error).__name__}: {error}"
         raise KernelCompileError(message) from error
@@ -102,7 +102,8 @@ def _ptx(spec: KernelSpec, capability: tuple[int, int]) -> str:
         options["block"] = spec.block
     function = maker(**options)
     signature = tuple(kinds[letter] for letter in spec.arguments)
-    ptx, _ = cuda.compile_ptx(function, signature, cc=capability, launch_bounds=spec.block)
+    bounds = (spec.block, spec.min_blocks) if spec.min_blocks else spec.block
+    ptx, _ = cuda.compile_ptx(function, signature, cc=capability, launch_bounds=bounds)
     entry = re.search(r"\.entry\s+(\S+?)\(", ptx)
     if entry is None:
         message = "the compiler returned no entry point"
@@ -111,11 +112,10 @@ def _ptx(spec: KernelSpec, capability: tuple[int, int]) -> str:
     return str(ptx).replace(entry[1], spec.name)
 
 
-def _link(ptx: str, arch: str, max_registers: int) -> tuple[bytes, str]:
+def _link(ptx: str, arch: str) -> tuple[bytes, str]:
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    options = LinkerOptions(arch=arch, verbose=True, max_register_count=max_registers or None)
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=arch, verbose=True))
     code = linker.link("cubin").code
     return bytes(code), linker.get_info_log()
 

@@ -23,7 +23,8 @@ class KernelSpec:
         options: keyword arguments of the maker.
         arguments: one letter per kernel argument: ``P`` address, ``q`` int64, ``i`` int32, ``f`` float32.
         block: threads per block the kernel is made for.
-        max_registers: limit per thread, for more blocks on a multiprocessor; 0: the compiler's choice.
+        min_blocks: blocks that must fit on a multiprocessor, which limits registers; 0: the compiler's
+        choice.
         vector: 16-byte accesses are expected in the code (checked by the compile gate).
     """
 
@@ -32,7 +33,7 @@ class KernelSpec:
     options: Mapping[str, Option] = field(default_factory=dict)
     arguments: str = ""
     block: int = 256
-    max_registers: int = 0
+    min_blocks: int = 0
     vector: bool = True
 
     @property
@@ -41,7 +42,7 @@ class KernelSpec:
         parts = [self.maker]
         for key, value in sorted(self.options.items()):
             parts.append(f"{key}{int(value)}" if isinstance(value, bool) else f"{key}{value}")
-        limit = f"r{self.max_registers}" if self.max_registers else ""
+        limit = f"m{self.min_blocks}" if self.min_blocks else ""
         return "_".join([*parts, f"b{self.block}{limit}"])
 
     def __hash__(self) -> int:

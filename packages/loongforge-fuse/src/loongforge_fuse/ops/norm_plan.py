@@ -13,17 +13,23 @@ class RowPlan:
 
     Attributes:
         threads: threads per row.
-        vectors: vectors of 8 elements each thread holds; threads * vectors covers the row.
+        vectors: vectors each thread holds; threads * vectors covers the row.
         block: threads per block; a multiple of `threads`.
+        each: elements of a vector, 8 or 4.
         ahead: forward only: a fixed grid walks the rows and loads ahead, instead of a grid over all rows.
-        max_registers: limit per thread; 0: the compiler's choice.
+        min_blocks: blocks that must fit on a multiprocessor; 0: the compiler's choice.
     """
 
     threads: int
     vectors: int
     block: int
+    each: int = 8
     ahead: bool = False
-    max_registers: int = 0
+    min_blocks: int = 0
+
+    def full(self, width: int) -> bool:
+        """Tell whether the threads fill a row of `width` elements exactly."""
+        return self.threads * self.vectors * self.each == width
 
 
 def _narrow(count: int) -> int:
@@ -34,6 +40,20 @@ def _narrow(count: int) -> int:
     return lanes
 
 
+def _spread(width: int) -> tuple[int, int, int]:
+    """Return (threads, vectors, elements of a vector) for rows of more than 32 vectors.
+
+    Rows that are filled exactly need no bounds checks, and their lanes join moments in one go.
+    """
+    count = width // 8
+    if count % 64 == 0:
+        return count // 2, 2, 8
+    if width % 384 == 0 and width <= 3072:
+        return width // 12, 3, 4
+    vectors = 2 if count > 512 else 1
+    return -(-count // (32 * vectors)) * 32, vectors, 8
+
+
 def forward_plan(width: int) -> RowPlan | None:
     """Return the plan for rows of `width` elements, or None when no kernel takes such a row."""
     count = width // 8
@@ -41,10 +61,8 @@ def forward_plan(width: int) -> RowPlan | None:
         return None
     if count <= 32:
         return RowPlan(threads=_narrow(count), vectors=1, block=128)
-    # Two vectors a thread where they fill the row; one where they would not and the block stays small.
-    vectors = 2 if count % 64 == 0 or count > 512 else 1
-    threads = -(-count // (32 * vectors)) * 32
-    return RowPlan(threads=threads, vectors=vectors, block=threads)
+    threads, vectors, each = _spread(width)
+    return RowPlan(threads=threads, vectors=vectors, block=threads, each=each)
 
 
 def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
@@ -55,9 +73,15 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
     if count <= 32:
         threads = 32 if columns else _narrow(count)
         return RowPlan(threads=threads, vectors=1, block=32 if columns else 128)
-    vectors = 1 if count <= 640 else 2
-    threads = -(-count // (32 * vectors)) * 32
-    return RowPlan(threads=threads, vectors=vectors, block=threads)
+    threads, vectors, each = _spread(width)
+    # Registers hold the column sums: without this the compiler takes one block less.
+    return RowPlan(
+        threads=threads,
+        vectors=vectors,
+        block=threads,
+        each=each,
+        min_blocks=512 // threads if columns and threads <= 256 else 0,
+    )
 
 
 def forward_spec(
@@ -88,12 +112,14 @@ def forward_spec(
             "residual": residual,
             "threads": plan.threads,
             "vectors": plan.vectors,
-            "full": plan.threads * plan.vectors * 8 == width,
+            "each": plan.each,
+            "full": plan.full(width),
             "ahead": plan.ahead,
         },
         arguments="PPPPPPPPqqqqf",
         block=plan.block,
-        max_registers=plan.max_registers,
+        min_blocks=plan.min_blocks,
+        vector=plan.each == 8,
     )
 
 
@@ -125,11 +151,13 @@ def backward_spec(
             "carry": carry,
             "threads": plan.threads,
             "vectors": plan.vectors,
-            "full": plan.threads * plan.vectors * 8 == width,
+            "each": plan.each,
+            "full": plan.full(width),
         },
-        arguments="PPPPPPPPPqqqq",
+        arguments="PPPPPPPPPqqq",
         block=plan.block,
-        max_registers=plan.max_registers,
+        min_blocks=plan.min_blocks,
+        vector=plan.each == 8,
     )
 
 
@@ -138,14 +166,3 @@ def column_spec() -> KernelSpec:
     return KernelSpec(
         module="norm", maker="column_sums", options={"y": "f32"}, arguments="PPqq", block=1024, vector=False
     )
-
-
-def chunking(group_rows: int, groups: int, wanted: int, step: int) -> tuple[int, int]:
-    """Return (rows per chunk, chunks per group) so that about `wanted` blocks share the rows.
-
-    A chunk is a multiple of `step`, the rows a block takes at a time.
-    """
-    per_group = max(1, min(-(-group_rows // step), -(-wanted // groups)))
-    chunk = -(-group_rows // per_group)
-    chunk = -(-chunk // step) * step
-    return chunk, -(-group_rows // chunk)

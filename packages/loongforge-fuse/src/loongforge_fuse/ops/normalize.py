@@ -7,9 +7,11 @@ from typing import overload
 import torch
 from torch import Tensor
 
+import loongforge_fuse.ops.norm  # noqa: F401 - registers the operator
 from loongforge_fuse.ops import reference
 from loongforge_fuse.ops._common import plain, wants_grad
-from loongforge_fuse.ops.norm import NormFunction, norm_reference, run_norm
+from loongforge_fuse.ops.norm_function import NormFunction, norm_reference
+from loongforge_fuse.ops.norm_launch import run_norm
 
 
 def _run(
@@ -27,7 +29,7 @@ def _run(
         if wants_grad(x, residual, gain, offset):
             y, total = NormFunction.apply(x, residual, gain, offset, settings)  # type: ignore[no-untyped-call]
         else:
-            done = run_norm(x, residual, gain, offset, *settings)
+            done = run_norm(x, residual, gain, offset, *settings, False)
             if done is None:
                 groups = 1 if gain is None and offset is None else _rows_of(gain, offset)
                 y, total, _, _ = norm_reference(x, residual, gain, offset, groups, settings)

@@ -74,17 +74,33 @@ def _options(patch: int, *, last: bool, planar: bool, masked: bool) -> dict[str,
 
 
 def rows_spec(x: str, y: str, patch: int, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
-    """Return the specification of the gather kernel."""
-    options = {"x": x, "y": y, **_options(patch, last=last, planar=planar, masked=masked)}
+    """Return the specification of the gather kernel: two special forms for runs of memory, and the general
+    one.
+    """
+    options = _options(patch, last=last, planar=planar, masked=masked)
+    maker = "patch_rows"
+    if x == "u8" and last and not planar:
+        maker, options = "patch_runs", {k: options[k] for k in ("patch", "channels", "masked")}
+    elif x == y != "f32" and planar and not last:
+        maker, options = "patch_lines", {k: options[k] for k in ("patch", "channels", "masked")}
+    else:
+        options["x"] = x
     arguments = "PPPPqffffff"
-    return KernelSpec(module="image", maker="patch_rows", options=options, arguments=arguments, vector=False)
+    return KernelSpec(
+        module="image", maker=maker, options={"y": y, **options}, arguments=arguments, vector=False
+    )
 
 
 def rows_backward_spec(g: str, y: str, patch: int, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
     """Return the specification of the scatter kernel of the backward pass."""
-    options = {"g": g, "y": y, **_options(patch, last=last, planar=planar, masked=masked)}
+    options = _options(patch, last=last, planar=planar, masked=masked)
+    maker = "patch_rows_backward"
+    if g == y != "f32" and planar and not last:
+        maker, options = "patch_lines_backward", {k: options[k] for k in ("patch", "channels", "masked")}
+    else:
+        options["g"] = g
     return KernelSpec(
-        module="image", maker="patch_rows_backward", options=options, arguments="PPPPq", vector=False
+        module="image", maker=maker, options={"y": y, **options}, arguments="PPPPq", vector=False
     )
 
 
@@ -193,7 +209,10 @@ def _rows_cuda(
             0 if keep is None else keep.data_ptr(),
             out.data_ptr(),
         )
-        grid = (-(-patches * length // 8 // 256), 1)
+        # One warp a patch, or one thread a vector.
+        by_patch = code == CODES[dtype] != "f32" and planar and not last
+        threads = 32 * patches if by_patch else patches * length // 8
+        grid = (-(-threads // BLOCK), 1)
         call.run(*grid, (*pointers, patches, *a, *b))
     return out
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
-from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import reference
 from loongforge_fuse.ops._common import (
@@ -19,43 +18,44 @@ from loongforge_fuse.ops._common import (
     define,
     differentiable,
     fell_back,
-    kernel,
     plain,
+    resolve,
     wants_grad,
 )
 from loongforge_fuse.ops.norm_plan import column_spec
 
 _WIDTHS = (16, 32, 64, 128, 256)
+_WAVES = 2  # blocks on each multiprocessor, which is what the backward kernel's registers allow
 
 
-def rope_spec(x: str, w: str, c: str, width: int) -> KernelSpec:
+def heads_each(heads: int) -> int:
+    """Return how many heads of a token a group of lanes takes."""
+    return 4 if heads % 4 == 0 else 1
+
+
+def rope_spec(x: str, w: str, c: str, width: int, each: int) -> KernelSpec:
     """Return the specification of the forward kernel."""
     return KernelSpec(
         module="rope",
         maker="head_norm_rope_forward",
-        options={"x": x, "w": w, "c": c, "width": width},
+        options={"x": x, "w": w, "c": c, "width": width, "heads_each": each},
         arguments="PPPPPqqqf",
     )
 
 
-def rope_backward_spec(x: str, w: str, c: str, width: int, *, columns: bool) -> KernelSpec:
+def rope_backward_spec(x: str, w: str, c: str, width: int, each: int, *, columns: bool) -> KernelSpec:
     """Return the specification of the backward kernel."""
     return KernelSpec(
         module="rope",
         maker="head_norm_rope_backward",
-        options={"x": x, "w": w, "c": c, "width": width, "columns": columns},
-        arguments="PPPPPPPqqqqf",
+        options={"x": x, "w": w, "c": c, "width": width, "heads_each": each, "columns": columns},
+        arguments="PPPPPPPqqqf",
     )
 
 
-@cache
-def _forward_function(device: int, x: str, w: str, c: str, width: int) -> Function:
-    return kernel(rope_spec(x, w, c, width), device)
-
-
-@cache
-def _backward_function(device: int, x: str, w: str, c: str, width: int, columns: bool) -> Function:  # noqa: FBT001
-    return kernel(rope_backward_spec(x, w, c, width, columns=columns), device)
+_forward_calls: dict[Hashable, Function] = {}
+_backward_calls: dict[Hashable, Function] = {}
+_column_calls: dict[Hashable, Function] = {}
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,41 +98,61 @@ def _backward_reference(
 def _refusal(x: Tensor, *others: Tensor) -> str | None:
     if x.shape[-1] not in _WIDTHS:
         return f"head width {x.shape[-1]}"
+    if x.numel() // x.shape[-1] >= 2**31:
+        return "2^31 heads"
     for tensor in (x, *others):
         if tensor.dtype not in CODES:
             return f"dtype {tensor.dtype}"
     return None if aligned(x, *others) else "address is not a multiple of 16 bytes"
 
 
+def _forward_call(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Function | None:
+    device, each, width = x.get_device(), heads_each(x.shape[-2]), x.shape[-1]
+    key = (device, x.dtype, weight.dtype, cos.dtype, sin.dtype, width, each)
+    reason = _refusal(x, weight, cos, sin)
+    if reason is None and cos.dtype != sin.dtype:
+        reason = f"cos {cos.dtype} and sin {sin.dtype}"
+    if reason:
+        fell_back("head_norm_rope", reason)
+        return None
+    found = _forward_calls.get(key)
+    if found is not None:
+        return found
+    spec = rope_spec(CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype], width, each)
+    return resolve("head_norm_rope", _forward_calls, key, spec, device)
+
+
 def _rope_cuda(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     x, weight = x.contiguous(), weight.contiguous()
     table_cos, table_sin = _tables(cos, sin)
-    reason = _refusal(x, weight, table_cos, table_sin)
-    if reason is None and cos.dtype != sin.dtype:
-        reason = f"cos {cos.dtype} and sin {sin.dtype}"
-    call = None
-    width, device = x.shape[-1], x.get_device()
-    if reason is None:
-        try:
-            call = _forward_function(device, CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype], width)
-        except KernelUnavailableError as error:
-            reason = str(error)
+    call = _forward_call(x, weight, table_cos, table_sin)
     if call is None:
-        fell_back("head_norm_rope", reason or "no kernel")
         return _reference(x, weight, cos, sin, eps)
     y = torch.empty_like(x)
+    heads, width = x.shape[-2:]
     rows = x.numel() // width
     if rows:
-        pointers = (
-            x.data_ptr(),
-            weight.data_ptr(),
-            table_cos.data_ptr(),
-            table_sin.data_ptr(),
-            y.data_ptr(),
-        )
-        grid = (-(-rows // (BLOCK // (width // 8))), 1)
-        call.run(*grid, (*pointers, rows, x.shape[-2], table_cos.shape[0], eps))
+        blocks = -(-rows // (heads_each(heads) * (BLOCK // (width // 8))))
+        tensors = (x, weight, table_cos, table_sin, y)
+        call.run(blocks, 1, (*(t.data_ptr() for t in tensors), rows, heads, table_cos.shape[0], eps))
     return y
+
+
+def _backward_call(
+    grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, columns: bool
+) -> Function | None:
+    device, each, width = x.get_device(), heads_each(x.shape[-2]), x.shape[-1]
+    key = (device, x.dtype, weight.dtype, cos.dtype, width, each, columns)
+    reason = _refusal(x, grad, weight, cos, sin)
+    if reason:
+        fell_back("head_norm_rope_backward", reason)
+        return None
+    found = _backward_calls.get(key)
+    if found is not None:
+        return found
+    codes = CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype]
+    spec = rope_backward_spec(*codes, width, each, columns=columns)
+    return resolve("head_norm_rope_backward", _backward_calls, key, spec, device)
 
 
 def _rope_backward_cuda(
@@ -146,35 +166,29 @@ def _rope_backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     grad, x, weight = grad.to(x.dtype).contiguous(), x.contiguous(), weight.contiguous()
     table_cos, table_sin = _tables(cos, sin)
-    reason = _refusal(x, grad, weight, table_cos, table_sin)
-    call = None
-    width, device = x.shape[-1], x.get_device()
-    if reason is None:
-        try:
-            codes = CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype]
-            call = _backward_function(device, *codes, width, columns)
-        except KernelUnavailableError as error:
-            reason = str(error)
+    call = _backward_call(grad, x, weight, table_cos, table_sin, columns=columns)
     if call is None:
-        fell_back("head_norm_rope_backward", reason or "no kernel")
         return _backward_reference(grad, x, weight, cos, sin, eps, columns)
     dx = torch.empty_like(x)
-    rows, per_block = x.numel() // width, BLOCK // (width // 8)
-    wanted = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-    chunk = max(1, -(-rows // (wanted * per_block))) if columns else 1
-    blocks = -(-rows // (per_block * chunk))
+    heads, width = x.shape[-2:]
+    device, rows, per_block = x.get_device(), x.numel() // width, BLOCK // (width // 8)
+    blocks = -(-rows // (per_block * heads_each(heads)))
+    if columns:
+        blocks = min(blocks, _WAVES * torch.cuda.get_device_properties(device).multi_processor_count)
     part = x.new_empty((blocks * per_block, width) if columns else 0, dtype=torch.float32)
     if rows:
-        pointers = (x, weight, table_cos, table_sin, grad, dx, part)
-        sizes = (rows, x.shape[-2], table_cos.shape[0], chunk)
-        addresses = [t.data_ptr() for t in pointers]
-        call.run(blocks, 1, (*addresses, *sizes, eps))
+        tensors = (x, weight, table_cos, table_sin, grad, dx, part)
+        call.run(blocks, 1, (*(t.data_ptr() for t in tensors), rows, heads, table_cos.shape[0], eps))
     if not columns:
         return dx, part
     if not rows:
         return dx, part.new_zeros(width)
     dw = part.new_empty(width)
-    sums = kernel(column_spec(), device)
+    sums = _column_calls.get(device) or resolve(
+        "head_norm_rope", _column_calls, device, column_spec(), device
+    )
+    if sums is None:
+        return dx, part.sum(0)
     sums.run(-(-width // 32), 1, (part.data_ptr(), dw.data_ptr(), width, part.shape[0]))
     return dx, dw
 

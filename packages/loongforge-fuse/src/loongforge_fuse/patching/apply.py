@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from loongforge_fuse.autotune import Autotuner
-from loongforge_fuse.patching.pattern import Pattern, patterns
+from loongforge_fuse.patching.pattern import Pattern
+from loongforge_fuse.patching.registry import patterns
 from loongforge_fuse.patching.tuned import tuned_forward
 
 Mode = Literal["auto", "tuned", "always", "off"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from loongforge_fuse.patching import forwards
-from loongforge_fuse.patching.pattern import Pattern, Structure, register_pattern
+from loongforge_fuse.patching.pattern import Pattern, Structure
 
 _NORM_MAX = 8192
 _RMS_TYPES = ("RMSNorm", "Qwen3RMSNorm", "Qwen2RMSNorm", "LlamaRMSNorm")
@@ -166,85 +166,71 @@ def _refuses_hf_gated_mlp(module: nn.Module) -> str | None:
     return None if forwards.is_silu(activation) else f"activation {type(activation).__name__}"
 
 
-_registered = False
-
-
-def register_once() -> None:
-    """Register the built-in patterns, small modules first: the last registered is tried first."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
-    for pattern in (
-        Pattern(name="layer_norm", refuses=_refuses_layer_norm, forward=forwards.layer_norm),
-        Pattern(
-            name="rms_norm", refuses=_refuses_rms_norm, forward=forwards.rms_norm, examples=_rms_examples
+# Small modules first: the last of the registry is tried first.
+BUILTIN = (
+    Pattern(name="layer_norm", refuses=_refuses_layer_norm, forward=forwards.layer_norm),
+    Pattern(name="rms_norm", refuses=_refuses_rms_norm, forward=forwards.rms_norm, examples=_rms_examples),
+    Pattern(
+        name="hf_gelu_mlp",
+        refuses=_refuses_hf_gelu_mlp,
+        forward=forwards.gelu_tanh_mlp,
+        examples=_hidden_examples("fc1"),
+        covers=("activation_fn",),
+    ),
+    Pattern(
+        name="hf_gated_mlp",
+        refuses=_refuses_hf_gated_mlp,
+        forward=forwards.silu_gated_mlp,
+        examples=_hidden_examples("gate_proj"),
+        covers=("act_fn",),
+    ),
+    Pattern(
+        name="vision_mlp",
+        refuses=_VISION_MLP.refuses,
+        forward=forwards.gelu_tanh_mlp,
+        examples=_hidden_examples("fc1"),
+    ),
+    Pattern(
+        name="language_mlp",
+        refuses=_LANGUAGE_MLP.refuses,
+        forward=forwards.silu_gated_mlp,
+        examples=_hidden_examples("gate_proj"),
+    ),
+    Pattern(
+        name="language_attention",
+        refuses=_LANGUAGE_ATTENTION.refuses,
+        forward=forwards.language_attention,
+        examples=_rotary_examples(""),
+        covers=("q_norm", "k_norm"),
+    ),
+    Pattern(
+        name="vision_block",
+        refuses=_VISION_BLOCK.refuses,
+        forward=forwards.vision_block,
+        examples=_hidden_examples("mlp.fc1"),
+        covers=("layer_norm1", "layer_norm2"),
+    ),
+    Pattern(
+        name="language_layer",
+        refuses=_LANGUAGE_LAYER.refuses,
+        forward=forwards.language_layer,
+        examples=_rotary_examples("self_attn"),
+        covers=("input_layernorm", "post_attention_layernorm"),
+    ),
+    Pattern(
+        name="dit_block",
+        refuses=_all(_DIT_BLOCK.refuses, _dit_parts),
+        forward=forwards.dit_block,
+        examples=_dit_examples,
+        covers=(
+            "norm1",
+            "attn1",
+            "attn1.to_out.1",
+            "ff",
+            "ff.net.0",
+            "ff.net.1",
+            "ff.net.3",
+            "final_dropout",
         ),
-        Pattern(
-            name="hf_gelu_mlp",
-            refuses=_refuses_hf_gelu_mlp,
-            forward=forwards.gelu_tanh_mlp,
-            examples=_hidden_examples("fc1"),
-            covers=("activation_fn",),
-        ),
-        Pattern(
-            name="hf_gated_mlp",
-            refuses=_refuses_hf_gated_mlp,
-            forward=forwards.silu_gated_mlp,
-            examples=_hidden_examples("gate_proj"),
-            covers=("act_fn",),
-        ),
-        Pattern(
-            name="vision_mlp",
-            refuses=_VISION_MLP.refuses,
-            forward=forwards.gelu_tanh_mlp,
-            examples=_hidden_examples("fc1"),
-        ),
-        Pattern(
-            name="language_mlp",
-            refuses=_LANGUAGE_MLP.refuses,
-            forward=forwards.silu_gated_mlp,
-            examples=_hidden_examples("gate_proj"),
-        ),
-        Pattern(
-            name="language_attention",
-            refuses=_LANGUAGE_ATTENTION.refuses,
-            forward=forwards.language_attention,
-            examples=_rotary_examples(""),
-            covers=("q_norm", "k_norm"),
-        ),
-        Pattern(
-            name="vision_block",
-            refuses=_VISION_BLOCK.refuses,
-            forward=forwards.vision_block,
-            examples=_hidden_examples("mlp.fc1"),
-            covers=("layer_norm1", "layer_norm2"),
-        ),
-        Pattern(
-            name="language_layer",
-            refuses=_LANGUAGE_LAYER.refuses,
-            forward=forwards.language_layer,
-            examples=_rotary_examples("self_attn"),
-            covers=("input_layernorm", "post_attention_layernorm"),
-        ),
-        Pattern(
-            name="dit_block",
-            refuses=_all(_DIT_BLOCK.refuses, _dit_parts),
-            forward=forwards.dit_block,
-            examples=_dit_examples,
-            covers=(
-                "norm1",
-                "attn1",
-                "attn1.to_out.1",
-                "ff",
-                "ff.net.0",
-                "ff.net.1",
-                "ff.net.3",
-                "final_dropout",
-            ),
-        ),
-    ):
-        register_pattern(pattern, replace=True)
-
-
-__all__ = ["register_once"]
+    ),
+)

@@ -1,11 +1,11 @@
-"""What a pattern is, and the registry of patterns."""
+"""What a pattern is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 Examples = Callable[[nn.Module], tuple[object, ...]]
 
@@ -31,30 +31,6 @@ class Pattern:
     forward: Callable[..., object]
     examples: Examples | None = None
     covers: tuple[str, ...] = ()
-
-
-_registry: dict[str, Pattern] = {}
-
-
-def register_pattern(pattern: Pattern, *, replace: bool = False) -> None:
-    """Add a pattern to those that ``apply_fused_ops`` tries; the last registered is tried first.
-
-    Raises:
-        ValueError: the name is taken and `replace` is False.
-    """
-    if pattern.name in _registry and not replace:
-        message = f"a pattern named {pattern.name!r} is registered; pass replace=True to replace it"
-        raise ValueError(message)
-    _registry.pop(pattern.name, None)
-    _registry[pattern.name] = pattern
-
-
-def patterns() -> tuple[Pattern, ...]:
-    """Return the registered patterns, in the order they are tried: blocks before the modules inside them."""
-    from loongforge_fuse.patching import builtin
-
-    builtin.register_once()
-    return tuple(reversed(_registry.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +61,3 @@ class Structure:
             if not hasattr(module, name):
                 return f"no attribute {name}"
         return None
-
-
-def own_parameters(module: nn.Module) -> list[Tensor]:
-    """Return the parameters of a module and its submodules."""
-    return list(module.parameters())

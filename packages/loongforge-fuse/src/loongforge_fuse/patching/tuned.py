@@ -17,8 +17,8 @@ def tuned_forward(
 ) -> Forward:
     """Return a forward that dispatches by the tuner's decision for the shapes of each call.
 
-    A call inside a CUDA graph capture, a compilation or a recomputation cannot measure: it uses the decision that
-    exists, or the fused forward. Modules of one configuration share decisions.
+    A call inside a CUDA graph capture, a compilation or a recomputation cannot measure: it uses the decision
+    that exists, or the fused forward. Modules of one configuration share decisions.
     """
     weights = ",".join(f"{tuple(p.shape)}{p.dtype}" for p in module.parameters())
     chosen: dict[tuple[object, ...], bool] = {}
@@ -70,7 +70,7 @@ def _alternatives(
     arguments: tuple[object, ...],
     named: dict[str, object],
 ) -> dict[str, Callable[[], object]]:
-    """Return both forwards, with a backward when one will follow, on detached inputs; gradients stay untouched."""
+    """Return both forwards, with a backward when one will follow, on detached inputs; no gradient is kept."""
     inputs = [_detached(a) for a in arguments]
     others = {k: _detached(v) for k, v in named.items()}
     leaves = [t for t in (*inputs, *others.values()) if isinstance(t, Tensor) and t.requires_grad]

@@ -130,17 +130,15 @@ def _make_load_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
     return load_vector
 
 
-def _make_load_raw(dtype: str) -> Callable[..., object]:
+def _make_load_raw(dtype: str, elements: int) -> Callable[..., object]:
     @intrinsic
     def load_raw(typingctx, address, index, into, position):
-        """Load vector `index` into the uint32 slots from `position` as it is: 4 words of halves, 8 of
-        float32.
-        """
+        """Load vector `index` as it is into the uint32 slots from `position`."""
 
         def codegen(context, builder, signature, args):
             base, at, array, start = args
             data = _array_slots(context, builder, signature.args[2], array)
-            for i, word in enumerate(_load_run(builder, base, at, _words_of(dtype, 8))):
+            for i, word in enumerate(_load_run(builder, base, at, _words_of(dtype, elements))):
                 builder.store(word, _slot(builder, data, start, i))
             return context.get_dummy_value()
 
@@ -149,14 +147,14 @@ def _make_load_raw(dtype: str) -> Callable[..., object]:
     return load_raw
 
 
-def _make_expand(dtype: str) -> Callable[..., object]:
+def _make_expand(dtype: str, elements: int) -> Callable[..., object]:
     @intrinsic
     def expand(typingctx, raw, start, into, position):
-        """Turn the words of a raw vector into into[position : position + 8] as float32."""
+        """Turn the words of a raw vector into into[position : position + elements] as float32."""
 
         def codegen(context, builder, signature, args):
             source = _array_slots(context, builder, signature.args[0], args[0])
-            count = _words_of(dtype, 8)
+            count = _words_of(dtype, elements)
             words = [builder.load(_slot(builder, source, args[1], i)) for i in range(count)]
             data = _array_slots(context, builder, signature.args[2], args[2])
             for i, value in enumerate(_widened(builder, words, dtype)):
@@ -253,9 +251,18 @@ STORE_VECTOR = {name: _make_store_vector(name) for name in ("bf16", "f16", "f32"
 # 16-byte pieces; with eight elements each piece would be half of a 32-byte sector of its thread.
 LOAD_QUAD = {name: _make_load_vector(name, 4) for name in ("bf16", "f16", "f32")}
 STORE_QUAD = {name: _make_store_vector(name, 4) for name in ("bf16", "f16", "f32")}
-LOAD_RAW = {name: _make_load_raw(name) for name in ("bf16", "f16", "f32")}
-EXPAND = {name: _make_expand(name) for name in ("bf16", "f16", "f32")}
-RAW_WORDS = {"bf16": 4, "f16": 4, "f32": 8}
+_TYPES = ("bf16", "f16", "f32")
+LOAD_RAW = {(name, n): _make_load_raw(name, n) for name in _TYPES for n in (4, 8)}
+EXPAND = {(name, n): _make_expand(name, n) for name in _TYPES for n in (4, 8)}
+LOAD_PART = {(name, n): _make_load_vector(name, n) for name in _TYPES for n in (4, 8)}
+STORE_PART = {(name, n): _make_store_vector(name, n) for name in _TYPES for n in (4, 8)}
+
+
+def raw_words(dtype: str, elements: int) -> int:
+    """Number of 32-bit words a raw vector takes."""
+    return _words_of(dtype, elements)
+
+
 LOAD_SCALAR = {name: _make_load_scalar(name) for name in ("bf16", "f16", "f32")}
 STORE_SCALAR = {name: _make_store_scalar(name) for name in ("bf16", "f16", "f32")}
 ROUNDED = {name: _make_rounding(name) for name in ("bf16", "f16", "f32")}
@@ -283,6 +290,17 @@ def load_word(typingctx, address, offset):
         return _load_words(builder, args[0], args[1], 1)[0]
 
     return uint32(ADDRESS, int64), codegen
+
+
+@intrinsic
+def misalignment(typingctx, address, offset):
+    """Return how many bytes address + offset lies above a multiple of 4."""
+
+    def codegen(context, builder, signature, args):
+        absolute = builder.add(builder.ptrtoint(args[0], _I64), args[1])
+        return builder.and_(absolute, ir.Constant(_I64, 3))
+
+    return int64(ADDRESS, int64), codegen
 
 
 def _make_integer_access(bits: int) -> tuple[Callable[..., object], Callable[..., object]]:

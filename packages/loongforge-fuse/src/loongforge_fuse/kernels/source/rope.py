@@ -11,117 +11,147 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from numba import cuda, float32, int64
+from numba import cuda, float32, int64, uint32
 
-from loongforge_fuse.kernels.source.intrinsics import LOAD_VECTOR, STORE_VECTOR, inverse_root
+from loongforge_fuse.kernels.source.intrinsics import (
+    EXPAND,
+    LOAD_RAW,
+    LOAD_VECTOR,
+    STORE_VECTOR,
+    inverse_root,
+)
 from loongforge_fuse.kernels.source.norm import FULL_WARP, narrow_sum
 
 Kernel = Callable[..., None]
 
 
-def head_norm_rope_forward(*, x: str, w: str, c: str, width: int, block: int) -> Kernel:
-    """Kernel (x, weight, cos, sin, y, rows, heads, positions, eps).
+def head_norm_rope_forward(*, x: str, w: str, c: str, width: int, heads_each: int, block: int) -> Kernel:
+    """Kernel (x, weight, cos, sin, y, rows, heads, positions, eps); rows < 2^31.
 
-    Row i is head i % heads of token i // heads; the token uses row (i // heads) % positions of cos and sin.
+    Row i is head i % heads of token i // heads; the token uses row (i // heads) % positions of cos and sin. A
+    group of lanes takes `heads_each` heads of one token, which divides `heads`: their loads are in flight
+    together and share cos and sin.
     """
-    load_x, load_w, load_c, store = LOAD_VECTOR[x], LOAD_VECTOR[w], LOAD_VECTOR[c], STORE_VECTOR[x]
+    load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD_VECTOR[w], LOAD_VECTOR[c], STORE_VECTOR[x]
+    expand = EXPAND[x, 8]
+    words = 8 if x == "f32" else 4
+    held = words * heads_each
     lanes = width // 8
     half = lanes // 2
     per_block = block // lanes
 
     def kernel(px, pw, pc, ps, py, rows, heads, positions, eps):
-        lane = cuda.threadIdx.x % lanes
-        row = int64(cuda.blockIdx.x) * per_block + cuda.threadIdx.x // lanes
-        live = row < rows
+        lane = int64(cuda.threadIdx.x % lanes)
+        unit = int64(cuda.blockIdx.x) * per_block + int64(cuda.threadIdx.x // lanes)
+        first = unit * heads_each
+        live = first < rows
+        raw = cuda.local.array(held, uint32)
+        g = cuda.local.array(8, float32)
         v = cuda.local.array(8, float32)
-        o = cuda.local.array(8, float32)
         t = cuda.local.array(8, float32)
         s = cuda.local.array(8, float32)
-        for k in range(8):
-            v[k] = float32(0.0)
+        for j in range(held):
+            raw[j] = uint32(0)
         if live:
-            load_x(px, row * lanes + lane, v, 0)
-        q = float32(0.0)
-        for k in range(8):
-            q += v[k] * v[k]
-        rstd = inverse_root(narrow_sum(q, lanes) / float32(width) + eps)
-        load_w(pw, int64(lane), t, 0)
-        for k in range(8):
-            v[k] *= rstd * t[k]
-        for k in range(8):
-            o[k] = cuda.shfl_xor_sync(FULL_WARP, v[k], half)
-        if live:
-            at = ((row // heads) % positions) * lanes + lane
+            for j in range(heads_each):
+                load_x(px, (first + j) * lanes + lane, raw, words * j)
+            token = uint32(uint32(first) // uint32(heads))
+            at = int64(uint32(token) % uint32(positions)) * lanes + lane
             load_c(pc, at, t, 0)
             load_c(ps, at, s, 0)
+        load_w(pw, lane, g, 0)
+        if lane < half:
             for k in range(8):
-                turned = -o[k] if lane < half else o[k]
-                v[k] = v[k] * t[k] + turned * s[k]
-            store(py, row * lanes + lane, v, 0)
+                s[k] = -s[k]
+        for j in range(heads_each):
+            expand(raw, words * j, v, 0)
+            q = float32(0.0)
+            for k in range(8):
+                q += v[k] * v[k]
+            rstd = inverse_root(narrow_sum(q, lanes) * float32(1.0 / width) + eps)
+            for k in range(8):
+                v[k] *= rstd * g[k]
+                v[k] = v[k] * t[k] + cuda.shfl_xor_sync(FULL_WARP, v[k], half) * s[k]
+            if live:
+                store(py, (first + j) * lanes + lane, v, 0)
 
     return kernel
 
 
-def head_norm_rope_backward(*, x: str, w: str, c: str, columns: bool, width: int, block: int) -> Kernel:
-    """Kernel (x, weight, cos, sin, dy, dx, part, rows, heads, positions, chunk, eps).
+def head_norm_rope_backward(
+    *, x: str, w: str, c: str, columns: bool, width: int, heads_each: int, block: int
+) -> Kernel:
+    """Kernel (x, weight, cos, sin, dy, dx, part, rows, heads, positions, eps); rows < 2^31.
 
-    Each group of lanes walks `chunk` rows; part receives its sums of the weight gradient, float32,
-    (blocks * groups per block, width).
+    Groups of lanes walk the tokens by the width of the grid, `heads_each` heads at a time; part receives
+    the sums of each group for the weight gradient, float32, (blocks * groups per block, width).
     """
-    load_x, load_w, load_c, store = LOAD_VECTOR[x], LOAD_VECTOR[w], LOAD_VECTOR[c], STORE_VECTOR[x]
+    load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD_VECTOR[w], LOAD_VECTOR[c], STORE_VECTOR[x]
+    expand = EXPAND[x, 8]
     store_part = STORE_VECTOR["f32"]
+    words = 8 if x == "f32" else 4
+    held = words * heads_each
     lanes = width // 8
     half = lanes // 2
     per_block = block // lanes
 
-    def kernel(px, pw, pc, ps, pd, po, part, rows, heads, positions, chunk, eps):
-        lane = cuda.threadIdx.x % lanes
-        line = int64(cuda.blockIdx.x) * per_block + cuda.threadIdx.x // lanes
-        first = int64(cuda.blockIdx.x) * per_block * chunk + cuda.threadIdx.x // lanes
+    def kernel(px, pw, pc, ps, pd, po, part, rows, heads, positions, eps):
+        lane = int64(cuda.threadIdx.x % lanes)
+        sub = int64(cuda.threadIdx.x // lanes)
+        unit = int64(cuda.blockIdx.x) * per_block + sub
+        line = unit
+        stride = int64(cuda.gridDim.x) * per_block
+        raw = cuda.local.array(held, uint32)
+        raw_d = cuda.local.array(held, uint32)
         g = cuda.local.array(8, float32)
         v = cuda.local.array(8, float32)
         d = cuda.local.array(8, float32)
         t = cuda.local.array(8, float32)
         s = cuda.local.array(8, float32)
         total = cuda.local.array(8, float32)
-        load_w(pw, int64(lane), g, 0)
+        load_w(pw, lane, g, 0)
         for k in range(8):
             total[k] = float32(0.0)
-        scale = float32(1.0) / float32(width)
-        for i in range(chunk):
-            row = first + i * per_block
-            live = row < rows
+        while (unit - sub) * heads_each < rows:
+            first = unit * heads_each
+            live = first < rows
+            for j in range(held):
+                raw[j] = uint32(0)
+                raw_d[j] = uint32(0)
             for k in range(8):
-                v[k] = float32(0.0)
-                d[k] = float32(0.0)
                 t[k] = float32(0.0)
                 s[k] = float32(0.0)
             if live:
-                at = ((row // heads) % positions) * lanes + lane
-                load_x(px, row * lanes + lane, v, 0)
-                load_x(pd, row * lanes + lane, d, 0)
+                for j in range(heads_each):
+                    load_x(px, (first + j) * lanes + lane, raw, words * j)
+                    load_x(pd, (first + j) * lanes + lane, raw_d, words * j)
+                token = uint32(uint32(first) // uint32(heads))
+                at = int64(uint32(token) % uint32(positions)) * lanes + lane
                 load_c(pc, at, t, 0)
                 load_c(ps, at, s, 0)
-            q = float32(0.0)
-            for k in range(8):
-                q += v[k] * v[k]
-            rstd = inverse_root(narrow_sum(q, lanes) * scale + eps)
-            for k in range(8):
-                # The transposed rotation: the partner sends dy times its own sine.
-                turned = cuda.shfl_xor_sync(FULL_WARP, d[k] * s[k], half)
-                d[k] = d[k] * t[k] + (turned if lane < half else -turned)
-            m = float32(0.0)
-            for k in range(8):
-                v[k] *= rstd
-                if columns:
-                    total[k] += d[k] * v[k]
-                d[k] *= g[k]
-                m += d[k] * v[k]
-            m = narrow_sum(m, lanes) * scale
-            if live:
+            for j in range(heads_each):
+                expand(raw, words * j, v, 0)
+                expand(raw_d, words * j, d, 0)
+                q = float32(0.0)
                 for k in range(8):
-                    d[k] = (d[k] - v[k] * m) * rstd
-                store(po, row * lanes + lane, d, 0)
+                    q += v[k] * v[k]
+                rstd = inverse_root(narrow_sum(q, lanes) * float32(1.0 / width) + eps)
+                m = float32(0.0)
+                for k in range(8):
+                    # The transposed rotation: the partner sends dy times its own sine.
+                    turned = cuda.shfl_xor_sync(FULL_WARP, d[k] * s[k], half)
+                    d[k] = d[k] * t[k] + (turned if lane < half else -turned)
+                    v[k] *= rstd
+                    if columns:
+                        total[k] += d[k] * v[k]
+                    d[k] *= g[k]
+                    m += d[k] * v[k]
+                m = narrow_sum(m, lanes) * float32(1.0 / width)
+                if live:
+                    for k in range(8):
+                        d[k] = (d[k] - v[k] * m) * rstd
+                    store(po, (first + j) * lanes + lane, d, 0)
+            unit += stride
         if columns:
             store_part(part, line * lanes + lane, total, 0)
 
