@@ -147,3 +147,21 @@ def test_import_is_light_and_starts_nothing():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_stats_can_be_written_with_pictures(tmp_path, capsys):
+    """What a GR00T loader demands: meta/stats.json with q01 and q99 for every float feature."""
+    root = write_dataset(tmp_path / "set", episodes=2, frames=6, size=(64, 64))
+    assert main(["stats", str(root), "--images", "5", "--write"]) == 0
+    assert capsys.readouterr().out.strip() == str(root / "meta/stats.json")
+    dataset = open_dataset(root)
+    assert {"mean", "std", "min", "max", "q01", "q99"} <= set(dataset.stats["action"])
+    picture = dataset.stats["observation.images.front"]
+    assert picture["mean"].shape == (3, 1, 1)
+    assert picture["count"].tolist() == [5]
+    shown = np.stack([dataset[i]["observation.images.front"] for i in (0, 3, 6, 8, 11)]) / 255
+    assert np.allclose(picture["mean"].reshape(3), shown.mean((0, 1, 2)), atol=0.05)
+    from loongforge_data.stats import image_stats
+
+    with pytest.raises(ValueError, match="no uint8 pictures"):
+        image_stats(dataset, "action")

@@ -835,3 +835,95 @@ def test_requests_and_layout_agree_with_the_samples(v30):
     assert set(dataset.episode_starts[:-1].tolist()) <= set(starts)
     assert starts == sorted(set(starts))
     assert max(np.diff([*starts, len(dataset)])) <= 4
+
+
+# -- robustness ------------------------------------------------------------------------------------------
+
+
+def test_damaged_tables_and_metadata_never_raise_anything_but_data_errors(tmp_path, v21_source, v30_source):
+    """Random bytes changed in parquet and JSON: an error that names the data, or a set that still opens."""
+    rng = np.random.default_rng(0)
+    kinds = ("data/**/*.parquet", "meta/**/*.parquet", "meta/*.json", "meta/*.jsonl")
+    seen = {"opened": 0, "refused": 0}
+    for seed in range(60):
+        source = (v21_source, v30_source)[seed % 2]
+        root = Path(shutil.copytree(source, tmp_path / f"set{seed}"))
+        paths = sorted(p for kind in kinds for p in root.glob(kind))
+        path = paths[int(rng.integers(len(paths)))]
+        data = bytearray(path.read_bytes())
+        for _ in range(int(rng.choice([1, 5, 40]))):
+            data[int(rng.integers(len(data)))] = int(rng.integers(256))
+        if seed % 5 == 0:
+            del data[int(rng.integers(len(data))) :]
+        path.write_bytes(data)
+        try:
+            dataset = open_dataset(root, verify="paths")
+            for i in range(0, len(dataset), 20):
+                dataset.tabular(i)
+            seen["opened"] += 1
+        except DataError as error:
+            if error.path is None and error.episode is None and error.row is None:
+                pytest.fail(f"the error names no place: {error}")
+            seen["refused"] += 1
+        validate_dataset(root)
+    assert min(seen.values()) > 5, seen
+
+
+def test_windows_equal_a_brute_force_reading(v21):
+    """Any offsets, any row: clamped to the episode, and the mask says where."""
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    plain = open_dataset(v21, cameras=())
+    actions = [plain[i]["action"] for i in range(len(plain))]
+    episodes = [int(plain[i]["episode_index"]) for i in range(len(plain))]
+
+    @settings(max_examples=40, deadline=None)
+    @given(offsets=st.lists(st.integers(-40, 40), min_size=1, max_size=6), row=st.integers(0, 80))
+    def check(offsets, row):
+        sample = open_dataset(v21, cameras=(), window={"action": offsets}).tabular(row)
+        mine = [i for i, e in enumerate(episodes) if e == episodes[row]]
+        wanted = [row + o for o in offsets]
+        kept = [min(max(w, mine[0]), mine[-1]) for w in wanted]
+        assert np.array_equal(sample["action"], np.stack([actions[k] for k in kept]))
+        assert sample["action_is_pad"].tolist() == [w != k for w, k in zip(wanted, kept, strict=True)]
+
+    check()
+
+
+def test_files_and_memory_stay_bounded_over_many_files(tmp_path):
+    """D47 and M15: 300 files with a limit of 128 open ones, 3 shuffled epochs; memory is flat."""
+    import subprocess
+    import sys
+
+    root = write_dataset(tmp_path / "set", episodes=2, frames=3, cameras=1, size=(64, 64))
+    info = json.loads((root / "meta/info.json").read_text())
+    lines = []
+    for n in range(300):
+        if n >= 2:
+            shutil.copyfile(video(root, n % 2), video(root, n))
+            table = pq.read_table(parquet(root, n % 2))
+            pq.write_table(set_column(table, "episode_index", [n] * 3), parquet(root, n))
+        lines.append(json.dumps({"episode_index": n, "tasks": [], "length": 3}))
+    (root / "meta/episodes.jsonl").write_text("\n".join(lines))
+    (root / "meta/info.json").write_text(json.dumps({**info, "total_episodes": 300, "total_frames": 900}))
+    script = f"""
+import os, random, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+from loongforge_data import open_dataset
+dataset = open_dataset({str(root)!r})
+assert len(dataset) == 900
+sizes = []
+for epoch in range(4):
+    order = list(range(900))
+    random.Random(epoch).shuffle(order)
+    for i in order:
+        dataset[i]
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    sizes.append(int(fields["VmRSS"].split()[0]))
+    assert len(os.listdir("/proc/self/fd")) < 64
+assert sizes[3] < sizes[1] * 1.03 + 2000, sizes
+print("ok")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150)
+    assert done.stdout.strip() == "ok", done.stderr[-2000:]

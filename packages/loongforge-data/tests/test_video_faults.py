@@ -522,3 +522,12 @@ def test_bad_arguments_name_the_allowed_values(tmp_path, clips):
             video.at(0.0, rule="latest")
     with pytest.raises(VideoError, match="closed"):
         video.frame(0)
+
+
+def test_a_millisecond_time_base_finds_every_frame(shared_data):
+    """Trap: webm and mkv stamps of 33 and 34 ms are over 1e-4 away from n / 30; half a frame is allowed."""
+    index = video_index(shared_data / "media" / "testsrc2_vp9.webm")
+    for n in range(len(index)):
+        assert index.at(n / 30, tolerance=0.5 / 30) == n
+    with pytest.raises(VideoError, match="no frame within"):
+        index.at(1 / 30, tolerance=1e-4)

@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--data-file-mb", type=float, default=100.0, help="size of tables (default: 100)")
     stats = _command(commands, "stats", "compute statistics of state and action from the data", _stats)
     stats.add_argument("--mask", action="store_true", help="leave values out that are not finite")
+    stats.add_argument("--images", type=int, default=0, metavar="N", help="also N pictures per camera")
+    stats.add_argument("--write", action="store_true", help="write meta/stats.json instead of printing")
     _add_synthesize(commands)
     commands.add_parser("bench", help="measure the loader stage by stage", add_help=False)
     return parser
@@ -140,14 +142,23 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _stats(options: argparse.Namespace) -> int:
     from loongforge_data.dataset import open_dataset
-    from loongforge_data.stats import table_stats
+    from loongforge_data.stats import image_stats, table_stats
 
-    dataset = open_dataset(options.dataset, cameras=())
+    dataset = open_dataset(options.dataset, cameras=None if options.images else ())
     arrays = dataset.rows.arrays
     keys = [key for key, array in arrays.items() if array.dtype.kind == "f"]
     result = table_stats(arrays, keys, policy="mask" if options.mask else "raise")
+    if options.images:
+        result |= {key: image_stats(dataset, key, samples=options.images) for key in dataset.cameras}
     plain = {key: {n: v.tolist() for n, v in entry.items()} for key, entry in result.items()}
-    _say(json.dumps(plain, indent=1))
+    text = json.dumps(plain, indent=1)
+    if options.write:
+        path = options.dataset / "meta" / "stats.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(text + "\n")
+        partial.replace(path)
+        text = str(path)
+    _say(text)
     return 0
 
 

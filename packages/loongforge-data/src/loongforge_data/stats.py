@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from loongforge_data.dataset import RobotDataset
 from loongforge_data.errors import TableError
 from loongforge_data.formats.statfiles import Stats
 from loongforge_data.sketch import QuantileSketch
@@ -209,6 +210,28 @@ class ImageStats:
             stats[name] = levels[np.array([np.searchsorted(b, r) for b, r in zip(below, rank, strict=True)])]
         shaped = {key: value.reshape(self._channels, 1, 1) for key, value in stats.items()}
         return {**shaped, "count": np.array([float(self.pictures)])}
+
+
+def image_stats(dataset: RobotDataset, key: str, *, samples: int = 200) -> Stats:
+    """Return statistics of a camera or picture column from evenly spaced samples.
+
+    Args:
+        dataset: An open data set; its `image_size` applies.
+        key: A camera, or a picture feature of 3 channels.
+        samples: Number of pictures at most.
+
+    Raises:
+        ValueError: The key gives no uint8 pictures, or the set is empty.
+    """
+    rows = np.unique(np.linspace(0, len(dataset) - 1, min(samples, len(dataset))).round().astype(int))
+    running = ImageStats()
+    for row in rows:
+        picture = np.asarray(dataset[int(row)].get(key))
+        if picture.dtype != np.uint8 or picture.ndim not in (3, 4):
+            msg = f"feature {key!r} gives no uint8 pictures; cameras: {', '.join(dataset.cameras) or 'none'}"
+            raise ValueError(msg)
+        running.update(picture if picture.ndim == 3 else picture[0])
+    return running.result()
 
 
 def table_stats(

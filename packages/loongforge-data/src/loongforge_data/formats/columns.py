@@ -146,7 +146,7 @@ class _RowGroups:
         with open_parquet(path) as file:
             try:
                 column = file.read_row_group(group, columns=[key], use_threads=False)[key]
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowException, OSError, ValueError) as error:
                 msg = f"row group {group} is damaged: {str(error).splitlines()[0]}"
                 raise TableError(msg, path=path) from error
         with self._lock:

@@ -9,12 +9,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal, cast
 
+import numpy as np
+
 from loongforge_data.errors import LayoutError
 from loongforge_data.files import file_state
 
 Kind = Literal["array", "string", "image", "video", "language", "audio"]
 Version = Literal["2.0", "2.1", "3.0"]
 Json = Mapping[str, object]
+
+_MEDIA = ("image", "video", "string", "language", "audio")
 
 STANDARD = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns every data set has; declared or not."""
@@ -41,7 +45,7 @@ class Feature:
     @property
     def kind(self) -> Kind:
         """What the feature is: numbers, text, or a medium."""
-        if self.dtype in ("image", "video", "string", "language", "audio"):
+        if self.dtype in _MEDIA:
             return cast(Kind, self.dtype)
         return "array"
 
@@ -105,7 +109,7 @@ def read_jsonl(path: Path) -> list[dict[str, object]]:
         msg = f"metadata {state.problem}"
         raise LayoutError(msg, path=path)
     rows: list[dict[str, object]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -191,6 +195,9 @@ def _feature(key: str, value: object, path: Path) -> Feature:
         msg = f"feature {key!r} has shape {shape!r}, expected a list of whole numbers"
         raise LayoutError(msg, path=path)
     info = value.get("info") or value.get("video_info") or {}
+    if value["dtype"] not in _MEDIA and not _is_number(value["dtype"]):
+        msg = f"feature {key!r} has dtype {value['dtype']!r}; known: numpy numbers, {', '.join(_MEDIA)}"
+        raise LayoutError(msg, path=path)
     return Feature(
         key=key,
         dtype=value["dtype"],
@@ -198,6 +205,13 @@ def _feature(key: str, value: object, path: Path) -> Feature:
         names=_names(value.get("names")),
         info=info if isinstance(info, dict) else {},
     )
+
+
+def _is_number(dtype: str) -> bool:
+    try:
+        return np.dtype(dtype).kind in "biuf"
+    except (TypeError, ValueError):
+        return False
 
 
 def _names(value: object) -> tuple[str, ...] | None:

@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from loongforge_data.errors import LayoutError
 from loongforge_data.formats.info import DatasetInfo, read_json, read_jsonl
+
+_MERGED = ("min", "max", "mean", "std", "count")
 
 Stats = Mapping[str, NDArray[np.float64]]
 """Arrays by name: min, max, mean, std, count, and quantiles q01, q10, q50, q90, q99 where they are known."""
@@ -22,7 +25,8 @@ def read_stats(root: Path, info: DatasetInfo) -> Mapping[str, Stats]:
     """
     whole = root / "meta" / "stats.json"
     if whole.exists():
-        return {key: _arrays(value) for key, value in read_json(whole).items() if isinstance(value, dict)}
+        entries = read_json(whole).items()
+        return {key: _arrays(value, key, whole) for key, value in entries if isinstance(value, dict)}
     lines = root / "meta" / "episodes_stats.jsonl"
     if not lines.exists():
         return {}
@@ -30,12 +34,26 @@ def read_stats(root: Path, info: DatasetInfo) -> Mapping[str, Stats]:
     for row in read_jsonl(lines):
         stats = row.get("stats")
         for key, value in stats.items() if isinstance(stats, dict) else ():
-            by_feature.setdefault(key, []).append(_arrays(value))
+            by_feature.setdefault(key, []).append(_arrays(value, key, lines))
+    for key, parts in by_feature.items():
+        shapes = {tuple((name, part[name].shape) for name in _MERGED if name in part) for part in parts}
+        if len(shapes) > 1 or any(name not in part for part in parts for name in _MERGED):
+            msg = (
+                f"statistics of {key!r} differ in shape between episodes or lack one of {', '.join(_MERGED)}"
+            )
+            raise LayoutError(msg, path=lines)
     return {key: merge_stats(parts) for key, parts in by_feature.items()}
 
 
-def _arrays(value: Mapping[str, object]) -> Stats:
-    return {name: np.asarray(entry, np.float64) for name, entry in value.items()}
+def _arrays(value: object, key: str, path: Path) -> Stats:
+    if not isinstance(value, dict):
+        msg = f"statistics of {key!r} must be an object, found {type(value).__name__}"
+        raise LayoutError(msg, path=path)
+    try:
+        return {name: np.asarray(entry, np.float64) for name, entry in value.items()}
+    except (ValueError, TypeError) as error:
+        msg = f"statistics of {key!r} are not plain numbers: {error}"
+        raise LayoutError(msg, path=path) from error
 
 
 def merge_stats(parts: Sequence[Stats]) -> Stats:

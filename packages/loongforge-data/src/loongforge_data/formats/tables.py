@@ -28,7 +28,7 @@ def open_parquet(path: str | Path) -> pq.ParquetFile:
         raise TableError(msg, path=path)
     try:
         return pq.ParquetFile(str(path), memory_map=False)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         text = str(error).splitlines()[0]
         msg = (
             f"table cannot be read: {text}; a file without a footer comes from an interrupted recording and "
@@ -46,8 +46,10 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         present = file.schema_arrow.names
         chosen = present if columns is None else [name for name in columns if name in present]
         try:
-            return file.read(columns=chosen, use_threads=False)
-        except (pa.ArrowInvalid, OSError) as error:
+            table = file.read(columns=chosen, use_threads=False)
+            table.validate(full=True)  # lengths, offsets and the encoding of texts
+            return table
+        except (pa.ArrowException, OSError, ValueError) as error:
             msg = f"table is damaged: {str(error).splitlines()[0]}"
             raise TableError(msg, path=path) from error
 
