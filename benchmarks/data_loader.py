@@ -207,12 +207,12 @@ def wait_share(root: Path, *, quick: bool) -> Row:
 
 def measure(name: str, root: Path, *, quick: bool, python: Path | None, reason: str) -> list[Row]:
     """Measure everything on one set."""
-    repetitions, rival_repetitions, batches = (2, 2, 10) if quick else (5, 5, 30)
+    repetitions, batches = (2, 10) if quick else (5, 20)
     rows: list[Row] = [decode_floor(root, repetitions=repetitions)]
     rows += [
         {"loader": kind, "skipped": reason}
         if python is None
-        else rival(python, kind, root, repetitions=rival_repetitions, batches=batches)
+        else rival(python, kind, root, repetitions=repetitions, batches=batches)
         for kind in RIVALS
     ]
     rows += [ours(root, shuffle=kind, repetitions=repetitions) for kind in ("full", "block")]

@@ -7,55 +7,40 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Literal, Protocol, TypeVar, cast, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Generic, Literal, TypeVar, cast
 
 from loongforge_data.cache import CacheConfig
 from loongforge_data.collate import to_tensors, torch_available
+from loongforge_data.delivery import Delivery, Pipeline
+from loongforge_data.errorpolicy import ErrorPolicy, OnError, SkippedSample
 from loongforge_data.errors import DataError
+from loongforge_data.inline import InlinePipeline
 from loongforge_data.order import DEFAULT_GROUP, EpochPlan, OrderConfig, Shuffle, Tail
 from loongforge_data.pinning import SlotPinner
-from loongforge_data.pipeline import Delivery, InlinePipeline, Pipeline, RingPipeline, RingSettings
+from loongforge_data.pipeline import RingPipeline, RingSettings
 from loongforge_data.planning import VideoDataset, batch_layout
 from loongforge_data.prefetch import MODES, Mode
 from loongforge_data.resume import LoaderState, check_state, read_state
 from loongforge_data.sizing import DEFAULT_SLOT_MB, RingSize, available_bytes, ring_size, slots_needed
+from loongforge_data.startup import (
+    MapDataset,
+    block_starts,
+    cache_config,
+    check_range,
+    fingerprint,
+    following,
+    threads_per_worker,
+)
 from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
 from loongforge_data.workers.crew import START_METHODS, choose_method
 from loongforge_data.workers.loop import WorkerSpec
 
 Batch = TypeVar("Batch")
 ShuffleArgument = bool | Literal["full", "block", "none"]
-OnError = Literal["raise", "skip"]
 _TABLE_BYTES = 1 << 20
 _RETUNE_BATCHES = 32
-_MIN_RATE_SAMPLES = 100
-
-
-@runtime_checkable
-class MapDataset(Protocol):
-    """Anything with a length and samples by index."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> object:
-        """Return sample ``index``."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkippedSample:
-    """A sample that was left out."""
-
-    epoch: int
-    """Epoch."""
-    index: int
-    """Sample index."""
-    message: str
-    """What went wrong."""
 
 
 class ADFEDataLoader(Generic[Batch]):
@@ -137,14 +122,11 @@ class ADFEDataLoader(Generic[Batch]):
         multiprocessing_context: str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        _check_range("num_workers", num_workers, 0, 1024)
-        _check_range("prefetch_factor", prefetch_factor or 2, 1, 1024)
-        _check_range("slot_mb", slot_mb, 1, 1 << 20)
+        check_range("num_workers", num_workers, 0, 1024)
+        check_range("prefetch_factor", prefetch_factor or 2, 1, 1024)
+        check_range("slot_mb", slot_mb, 1, 1 << 20)
         if isinstance(slots, int):
-            _check_range("slots", slots, 2, 4096)
-        if on_error not in ("raise", "skip"):
-            msg = f"on_error is {on_error!r}, allowed are 'raise' and 'skip'"
-            raise ValueError(msg)
+            check_range("slots", slots, 2, 4096)
         if readahead not in MODES:
             msg = f"readahead is {readahead!r}, allowed are {MODES}"
             raise ValueError(msg)
@@ -163,9 +145,7 @@ class ADFEDataLoader(Generic[Batch]):
         self.persistent_workers = persistent_workers
         self.rank = rank
         self.infinite = infinite
-        self.on_error: OnError = on_error
-        self.error_budget = error_budget
-        self.skipped: list[SkippedSample] = []
+        self._errors = ErrorPolicy(on_error, error_budget)
         self._video = isinstance(dataset, VideoDataset)
         self._images = dict(dataset.image_layout()) if isinstance(dataset, VideoDataset) else {}
         self._slots = slots
@@ -173,7 +153,7 @@ class ADFEDataLoader(Generic[Batch]):
         self._timeout = timeout
         self._threads = threads_per_worker
         self._readahead: Mode = readahead
-        self._cache = _cache_config(cache, dataset)
+        self._cache = cache_config(cache, dataset)
         if multiprocessing_context is not None and multiprocessing_context not in START_METHODS:
             msg = (
                 f"multiprocessing_context is {multiprocessing_context!r}, allowed are {START_METHODS} or None"
@@ -191,7 +171,7 @@ class ADFEDataLoader(Generic[Batch]):
             shuffle=kind,
             seed=seed,
             tail=tail or ("drop" if drop_last else "short"),
-            block_starts=_block_starts(dataset) if kind == "block" else (),
+            block_starts=block_starts(dataset) if kind == "block" else (),
             group=group or self._default_group(),
             lanes=world_size,
         )
@@ -208,6 +188,11 @@ class ADFEDataLoader(Generic[Batch]):
         self._pin_reason: str | None = None
 
     # -- order and position ------------------------------------------------------------------------
+
+    @property
+    def skipped(self) -> list[SkippedSample]:
+        """Samples left out so far."""
+        return self._errors.skipped
 
     @property
     def epoch(self) -> int:
@@ -254,7 +239,7 @@ class ADFEDataLoader(Generic[Batch]):
             shuffle=self._order.shuffle,
             tail=self._order.tail,
             lanes=self._order.lanes,
-            fingerprint=_fingerprint(self.dataset),
+            fingerprint=fingerprint(self.dataset),
         ).to_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -268,7 +253,7 @@ class ADFEDataLoader(Generic[Batch]):
         """
         saved = read_state(state)
         order = replace(self._order, lanes=saved.lanes)
-        check_state(saved, order, _fingerprint(self.dataset))
+        check_state(saved, order, fingerprint(self.dataset))
         self._order = order
         self._plan = None
         self._epoch, self._batch = saved.epoch, saved.batch
@@ -347,28 +332,9 @@ class ADFEDataLoader(Generic[Batch]):
         return value
 
     def _handle_bad(self, delivery: Delivery) -> None:
-        if not delivery.bad:
-            return
-        index, text = delivery.bad[0]
-        if self.on_error == "raise":
-            msg = (
-                f"sample {index} cannot be loaded: {text}; use on_error='skip' to leave such samples out, "
-                "within error_budget"
-            )
-            raise DataError(msg, row=index)
-        found = [SkippedSample(epoch=self._epoch, index=i, message=t) for i, t in dict(delivery.bad).items()]
-        self.skipped += found
-        self._counters.skipped_samples += len(found)
-        count, seen = len(self.skipped), self._counters.samples + len(delivery.indices)
-        budget = self.error_budget
-        allowed = budget if isinstance(budget, int) else max(1.0, budget * max(seen, _MIN_RATE_SAMPLES))
-        if count > allowed:
-            msg = (
-                f"{count} samples of {seen} were bad, error_budget={budget} allows {allowed:g}; the last "
-                f"one: "
-                f"sample {index}: {text}"
-            )
-            raise DataError(msg, row=index)
+        counters = self._counters
+        seen = counters.samples + len(delivery.indices)
+        counters.skipped_samples += self._errors.apply(delivery.bad, epoch=self._epoch, seen=seen)
 
     # -- pipeline ----------------------------------------------------------------------------------
 
@@ -378,8 +344,8 @@ class ADFEDataLoader(Generic[Batch]):
             collate_fn=self.collate_fn,
             images=self._images,
             seed=self._order.seed,
-            skip_errors=self.on_error == "skip",
-            threads=self._threads or _threads_per_worker(self.num_workers, video=self._video),
+            skip_errors=self._errors.on_error == "skip",
+            threads=self._threads or threads_per_worker(self.num_workers, video=self._video),
             cache=self._cache,
             readahead=self._readahead,
         )
@@ -402,7 +368,7 @@ class ADFEDataLoader(Generic[Batch]):
             batch_size=self.batch_size,
         )
         ahead = self._lookahead and (self.persistent_workers or self.infinite)
-        ring = RingPipeline(spec, settings, self._counters, _following if ahead else None)
+        ring = RingPipeline(spec, settings, self._counters, following if ahead else None)
         self._finalizer = weakref.finalize(self, ring.close)
         self._pinner = self._pin(ring)
         return ring
@@ -510,41 +476,3 @@ class ADFEDataLoader(Generic[Batch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _following(plan: EpochPlan) -> EpochPlan:
-    """Return the plan of the next epoch."""
-    return EpochPlan(plan.config, epoch=plan.epoch + 1, rank=plan.rank)
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        msg = f"{name} is {value}, allowed is {low} to {high}"
-        raise ValueError(msg)
-
-
-def _cache_config(cache: str | os.PathLike[str] | CacheConfig | None, dataset: object) -> CacheConfig | None:
-    if cache is None:
-        return None
-    config = cache if isinstance(cache, CacheConfig) else CacheConfig(directory=os.fspath(cache))
-    return replace(config, fingerprint=config.fingerprint or _fingerprint(dataset) or "")
-
-
-def _threads_per_worker(workers: int, *, video: bool) -> int:
-    """Share the cores out: decoding releases the interpreter lock, user code of other data sets may not."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(4, cores // max(1, workers))) if video else 1
-
-
-def _fingerprint(dataset: object) -> str | None:
-    value = getattr(dataset, "fingerprint", None)
-    return None if value is None else str(value)
-
-
-def _block_starts(dataset: MapDataset) -> tuple[int, ...]:
-    """Return the block bounds of a data set: its own, or runs of 32 samples."""
-    own = getattr(dataset, "block_starts", None)
-    if callable(own):
-        starts: Sequence[int] = own()
-        return tuple(int(value) for value in starts)
-    return tuple(range(0, len(dataset), 32))

@@ -1,226 +1,32 @@
-"""Where batches come from: `InlinePipeline` in this process, `RingPipeline` from worker processes.
+"""`RingPipeline`: batches from worker processes through shared memory, in order.
 
-Both deliver the batches of an `EpochPlan` in order. `RingPipeline` owns a ring: it gives upcoming batches
-slots, plans the frames of several batches together, publishes jobs, and hands a filled slot out without
-copying. All of that happens inside ``next``, so the trainer's process needs no thread; workers meanwhile
-live on the jobs of the batches ahead.
+It owns a ring: it gives upcoming batches slots, plans the frames of several batches together, publishes
+jobs, and hands a filled slot out without copying. All of that happens inside ``next``, so the trainer's
+process needs no thread; workers meanwhile live on the jobs of the batches ahead.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from loongforge_data._core import Lease, Ring
-from loongforge_data.assembly import (
-    Bad,
-    good_rows,
-    join_batch,
-    join_samples,
-    picture_failures,
-    read_result,
-    read_samples,
-    read_table,
-)
-from loongforge_data.collate import collate_arrays
+from loongforge_data.assembly import Bad, good_rows, join_batch, picture_failures, read_result
+from loongforge_data.delivery import Delivery
+from loongforge_data.dispatch import gop_lengths, sample_jobs, video_jobs
 from loongforge_data.errors import DataError
-from loongforge_data.frames import FrameReader
 from loongforge_data.order import EpochPlan, group_batches
-from loongforge_data.planning import (
-    HEADER_BYTES,
-    TARGET_FIELDS,
-    BatchLayout,
-    PlannedBatch,
-    VideoDataset,
-    plan_frames,
-)
+from loongforge_data.planning import HEADER_BYTES, BatchLayout, PlannedBatch, VideoDataset
+from loongforge_data.supervision import CHECK_SECONDS, Supervisor
 from loongforge_data.telemetry import NAMES, LoaderCounters
 from loongforge_data.transport import unpack
-from loongforge_data.workers.crew import Crew, StartMethod, WorkerError
-from loongforge_data.workers.jobs import (
-    FAILED,
-    PAYLOAD_BYTES,
-    STORED,
-    CollateJob,
-    DecodeJob,
-    Job,
-    SampleJob,
-    TableJob,
-    decode_failures,
-    describe,
-    encode,
-    indices_to_bytes,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from loongforge_data.workers.loop import WorkerSpec
-
-CHECK_SECONDS = 0.1
-# How often a job may cost its worker without any of its items being made in between, before that is an error.
-MAX_DEATHS = 5
-MAX_HANGS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """A batch as the pipeline hands it over."""
-
-    value: object
-    """The collated batch (numpy), or None when no sample of it was good."""
-    indices: npt.NDArray[np.int64]
-    """Samples that were asked for."""
-    bad: tuple[tuple[int, str], ...]
-    """(sample index, what went wrong) of those left out."""
-    lease: Lease | None = None
-    """The slot the arrays lie in, or None."""
-
-
-class Pipeline(Protocol):
-    """Delivers the batches of an epoch in order."""
-
-    def begin(self, plan: EpochPlan, batch: int) -> None:
-        """Start at a batch of an epoch; whatever was under way is dropped."""
-
-    def next(self) -> Delivery:
-        """Return the next batch."""
-
-    def counters(self) -> Mapping[str, int]:
-        """Return the workers' counters, summed."""
-
-    def depths(self) -> Mapping[str, int]:
-        """Return queue depths."""
-
-    def close(self) -> None:
-        """Stop and free everything."""
-
-
-@contextmanager
-def kept_random_state() -> Iterator[None]:
-    """Restore the global random generators afterwards."""
-    python, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global one is the point
-    torch = sys.modules.get("torch")
-    tensor = None if torch is None else torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        if torch is not None:
-            torch.set_rng_state(tensor)
-
-
-class InlinePipeline:
-    """Makes each batch when it is asked for, in this process (``num_workers=0``)."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        from loongforge_data.cache import FrameCache
-
-        self._spec = spec
-        self._counts = dict.fromkeys(NAMES, 0)
-        self._plan: EpochPlan | None = None
-        self._batch = 0
-        self._reader: FrameReader | None = None
-        if isinstance(spec.dataset, VideoDataset):
-            cache = None if spec.cache is None else FrameCache(spec.cache)
-            self._reader = FrameReader(spec.images, cache=cache, count=self._count)
-
-    def _count(self, name: str, amount: int) -> None:
-        self._counts[name] += amount
-
-    def begin(self, plan: EpochPlan, batch: int) -> None:
-        """Start at a batch of an epoch."""
-        self._plan, self._batch = plan, batch
-
-    def next(self) -> Delivery:
-        """Return the next batch."""
-        if self._plan is None:
-            msg = "next() before begin()"
-            raise RuntimeError(msg)
-        indices = self._plan.batch(self._batch)
-        epoch = self._plan.epoch
-        value, bad = self._video(indices) if self._reader is not None else self._samples(indices, epoch)
-        self._batch += 1
-        named = tuple((int(indices[row]), text) for row, text in bad)
-        return Delivery(value=value, indices=indices, bad=named)
-
-    def _samples(self, indices: npt.NDArray[np.int64], epoch: int) -> tuple[object, Bad]:
-        spec = self._spec
-        with kept_random_state():
-            samples, bad = read_samples(
-                spec.dataset, indices.tolist(), seed=spec.seed, epoch=epoch, go_on=spec.skip_errors
-            )
-            if not samples or (bad and not spec.skip_errors):
-                return None, bad
-            return (spec.collate_fn or collate_arrays)(samples), bad
-
-    def _video(self, indices: npt.NDArray[np.int64]) -> tuple[object, Bad]:
-        spec, reader = self._spec, self._reader
-        dataset = cast("VideoDataset", spec.dataset)
-        if reader is None:
-            return None, []
-        layout = spec.layout(len(indices))
-        places = _Memory(layout)
-        batch = PlannedBatch(sequence=0, slot=0, indices=indices, layout=layout)
-        texts: dict[int, str] = {}
-        for job in plan_frames(dataset, [batch], {}):
-            wanted: dict[int, list[tuple[int, int, int, int]]] = {}
-            for index, slot, sequence, item, offset in job.targets.tolist():
-                wanted.setdefault(index, []).append((slot, sequence, item, offset))
-            for index, error in reader.read(job.key, job.path, wanted, places).items():
-                for _, _, item, _ in wanted[index]:
-                    places.marks[item] = FAILED
-                    texts[item] = describe(error)
-        samples, bad = read_table(dataset, indices.tolist())
-        rows = good_rows(layout, bytes(places.marks), bad)
-        failures = [(row, texts[item]) for row, item in picture_failures(layout, bytes(places.marks)).items()]
-        everything = sorted(bad + failures)
-        if not rows:
-            return None, everything
-        view = memoryview(places.data)
-        if spec.collate_fn is None:
-            return join_batch(view, layout, collate_arrays(samples), rows, bad), everything
-        return spec.collate_fn(join_samples(view, layout, samples, rows, bad)), everything
-
-    def counters(self) -> Mapping[str, int]:
-        """Return this process's counters."""
-        return self._counts
-
-    def depths(self) -> Mapping[str, int]:
-        """Return queue depths: nothing is queued here."""
-        return {"ready_batches": 0, "filling_batches": 0, "slots": 0, "slots_in_use": 0, "queued_jobs": 0}
-
-    def close(self) -> None:
-        """Close decoders."""
-        if self._reader is not None:
-            self._reader.close()
-
-
-class _Memory:
-    """Places of one batch in ordinary memory."""
-
-    def __init__(self, layout: BatchLayout) -> None:
-        self.data = bytearray(layout.table_offset)
-        self.marks = bytearray(layout.pictures)
-        self._view = memoryview(self.data)
-
-    def buffer(self, slot: int) -> memoryview:
-        """Return the bytes."""
-        return self._view
-
-    def stored(self, slot: int, sequence: int, item: int) -> None:
-        """Note an item."""
-        self.marks[item] = STORED
+from loongforge_data.workers.crew import Crew, StartMethod
+from loongforge_data.workers.jobs import FAILED, PAYLOAD_BYTES
+from loongforge_data.workers.loop import WorkerSpec
 
 
 @dataclass(kw_only=True)
@@ -230,16 +36,6 @@ class _Pending:
     planned: PlannedBatch
     plan: EpochPlan
     batch: int
-    serials: list[int] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Attempts:
-    """Workers that a job has cost."""
-
-    deaths: int = 0
-    hangs: int = 0
-    missing: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,17 +88,13 @@ class RingPipeline:
         self._crew = Crew(
             self._ring, spec, workers=settings.workers, method=settings.method, payload=settings.payload
         )
-        self._gap = _gop_lengths(spec.dataset) if self._video else {}
+        self._supervisor = Supervisor(self._ring, self._crew, settings.timeout, counters)
+        self._gap = gop_lengths(cast("VideoDataset", spec.dataset)) if self._video else {}
         self._plan: EpochPlan | None = None
         self._next_batch = 0
         self._sequence = 0
         self._active = settings.slots
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
-        self._backlog: list[tuple[Job, int | None, tuple[int, ...]]] = []
-        self._jobs: dict[int, Job] = {}
-        self._attempts: dict[int, _Attempts] = {}
-        self._failures: dict[tuple[int, int, int], str] = {}
-        self._checked = 0.0
 
     # -- public ------------------------------------------------------------------------------------
 
@@ -342,20 +134,15 @@ class RingPipeline:
         planned = pending.planned
         progress = self._ring.wait_progress(0xFFFFFFFF, 0.0)
         while True:
-            self._collect()
-            self._publish()
+            self._supervisor.collect()
+            self._supervisor.publish()
             lease = self._ring.take(planned.slot, sequence, 0.0)
             if lease is not None:
                 break
             progress = self._ring.wait_progress(progress, CHECK_SECONDS)
-            now = time.monotonic()
-            if now - self._checked >= CHECK_SECONDS:
-                self._checked = now
-                self._watch()
+            self._supervisor.watch([p.planned.slot for p in self._pending.values()])
         del self._pending[sequence]
-        for serial in pending.serials:
-            self._jobs.pop(serial, None)
-            self._attempts.pop(serial, None)
+        self._supervisor.forget(sequence)
         self._counters.fill_ms.append(1e3 * self._ring.fill_seconds(planned.slot))
         delivery = self._deliver(planned, lease)
         del lease
@@ -375,7 +162,7 @@ class RingPipeline:
             "filling_batches": states.count("filling"),
             "slots": self._active,
             "slots_in_use": states.count("inuse"),
-            "queued_jobs": self._ring.outstanding() + len(self._backlog),
+            "queued_jobs": self._supervisor.waiting,
         }
 
     def close(self) -> None:
@@ -403,7 +190,7 @@ class RingPipeline:
                     break
                 size = len(free)
             self._plan_chunk(plan, free[:size])
-        self._publish()
+        self._supervisor.publish()
 
     def _free_slots(self) -> list[int]:
         taken = {pending.planned.slot for pending in self._pending.values()}
@@ -436,142 +223,22 @@ class RingPipeline:
             self._sequence += 1
             self._next_batch += 1
         if self._video:
-            self._video_jobs(batches)
+            dataset = cast("VideoDataset", self._spec.dataset)
+            self._supervisor.add(video_jobs(dataset, batches, self._gap, collating=self._collating))
         else:
-            self._sample_jobs(batches, plan.epoch)
+            self._supervisor.add(sample_jobs(batches, plan.epoch))
 
     def _layout(self, samples: int) -> BatchLayout:
         if not self._video:
             return BatchLayout(samples=samples, blocks=(), table_offset=HEADER_BYTES)
         return self._spec.layout(samples)
 
-    def _video_jobs(self, batches: Sequence[PlannedBatch]) -> None:
-        jobs: list[tuple[int, int, Job, int | None, tuple[int, ...]]] = []
-        for batch in batches:
-            pictures = batch.layout.pictures
-            table = TableJob(
-                batch.slot,
-                batch.sequence,
-                pictures,
-                batch.layout.table_offset,
-                indices_to_bytes(batch.indices),
-                not self._collating,
-            )
-            jobs.append((batch.sequence, 0, table, None, (batch.sequence,)))
-            if self._collating:
-                collate = CollateJob(batch.slot, batch.sequence, pictures + 1, batch.layout.samples)
-                jobs.append((batch.sequence, 2, collate, batch.slot, (batch.sequence,)))
-        for found in plan_frames(cast("VideoDataset", self._spec.dataset), batches, self._gap):
-            sequences = tuple(np.unique(found.targets[:, 2]).tolist())
-            decode = DecodeJob(found.key, found.path, found.targets.tobytes())
-            jobs.append((found.first, 1, decode, None, sequences))
-        jobs.sort(key=lambda entry: entry[:2])
-        self._backlog += [(job, waits_for, sequences) for _, _, job, waits_for, sequences in jobs]
-
-    def _sample_jobs(self, batches: Sequence[PlannedBatch], epoch: int) -> None:
-        for batch in batches:
-            job = SampleJob(batch.slot, batch.sequence, 0, epoch, indices_to_bytes(batch.indices))
-            self._backlog.append((job, None, (batch.sequence,)))
-
-    def _publish(self) -> None:
-        """Move the backlog to the board as far as it has room."""
-        published = 0
-        for job, waits_for, sequences in self._backlog:
-            serial = self._ring.push(encode(job), waits_for)
-            if serial is None:
-                break
-            self._jobs[serial] = job
-            self._pending[sequences[-1]].serials.append(serial)
-            published += 1
-        if published:
-            del self._backlog[:published]
-            self._ring.wake_workers()
-
     def _drop(self) -> None:
-        """Forget everything under way: unclaimed jobs leave the board, claimed ones are waited for."""
-        self._backlog.clear()
-        deadline = time.monotonic() + self._settings.timeout
-        while self._ring.clear_queued():
-            if time.monotonic() > deadline or self._crew.dead():
-                for _, worker, _ in self._ring.claimed():
-                    self._replace(worker)
-            progress = self._ring.wait_progress(0xFFFFFFFF, 0.0)
-            self._ring.wait_progress(progress, 0.02)
+        """Forget everything under way."""
+        self._supervisor.drop()
         for pending in self._pending.values():
             self._ring.abandon(pending.planned.slot)
         self._pending.clear()
-        self._jobs.clear()
-        self._attempts.clear()
-        self._failures.clear()
-
-    # -- failures ----------------------------------------------------------------------------------
-
-    def _collect(self) -> None:
-        """Take ended jobs off the board; mark the items that failed ones could not make."""
-        for _, raw in self._ring.collect():
-            for failure in decode_failures(raw):
-                for item in failure.items:
-                    self._failures[item] = failure.message
-                    self._ring.mark(*item, FAILED)
-
-    def _watch(self) -> None:
-        """Replace workers that died or hang."""
-        for worker in self._crew.dead():
-            self._replace(worker)
-        for _, worker, age in self._ring.claimed():
-            if age > self._settings.timeout and worker in self._crew.pids:
-                self._replace(worker, hung=True)
-
-    def _replace(self, worker: int, *, hung: bool = False) -> None:
-        """Put a dead worker's jobs back and start it again.
-
-        Raises:
-            WorkerError: One of its jobs has now cost several workers.
-        """
-        if worker not in self._crew.pids:
-            return
-        if not self._crew.kill(worker):
-            msg = f"worker {worker} (process {self._crew.pids[worker]}) cannot be killed"
-            raise WorkerError(msg)
-        held = [serial for serial, owner, _ in self._ring.claimed() if owner == worker]
-        pid = self._crew.remove(worker)
-        for serial in held:
-            self._blame(serial, hung=hung, worker=worker, pid=pid)
-        self._counters.requeued_jobs += self._ring.requeue(worker)
-        self._counters.restarts += 1
-        self._crew.start(worker)
-        for pending in self._pending.values():
-            self._ring.settle(pending.planned.slot)
-
-    def _blame(self, serial: int, *, hung: bool, worker: int, pid: int) -> None:
-        """Count what a job has cost; progress in between forgives."""
-        job = self._jobs.get(serial)
-        attempts = self._attempts.setdefault(serial, _Attempts())
-        missing = self._missing(job)
-        if missing != attempts.missing:
-            attempts.deaths = attempts.hangs = 0
-            attempts.missing = missing
-        attempts.deaths += 1
-        attempts.hangs += hung
-        if attempts.deaths < MAX_DEATHS and attempts.hangs < MAX_HANGS:
-            return
-        self.close()
-        happened = (
-            f"hung for {self._settings.timeout:g} s, {attempts.hangs} times in a row"
-            if hung
-            else f"died {attempts.deaths} times in a row"
-        )
-        msg = f"worker {worker} (process {pid}) {happened}, at {_name(job)}; see its output above" + (
-            ", or raise timeout" if hung else ""
-        )
-        raise WorkerError(msg)
-
-    def _missing(self, job: Job | None) -> int:
-        """Return how many items of a job are not made yet."""
-        if not isinstance(job, DecodeJob):
-            return 1
-        table = np.frombuffer(job.targets, np.int64).reshape(-1, TARGET_FIELDS)
-        return sum(self._ring.wants(slot, sequence, item) for _, slot, sequence, item, _ in table.tolist())
 
     # -- delivery ----------------------------------------------------------------------------------
 
@@ -582,7 +249,7 @@ class RingPipeline:
         place = (planned.slot, planned.sequence)
         if marks[last] == FAILED or (self._video and marks[planned.layout.pictures] == FAILED):
             failed = last if marks[last] == FAILED else planned.layout.pictures
-            text = self._failures.pop((*place, failed), "unknown error")
+            text = self._supervisor.failure((*place, failed))
             msg = f"a batch of samples {planned.indices.tolist()} could not be made: {text}"
             raise DataError(msg)
         start, end = np.frombuffer(view[:16], dtype=np.int64).tolist()
@@ -596,7 +263,7 @@ class RingPipeline:
         failures: Bad = []
         if self._video:
             for row, item in picture_failures(planned.layout, marks).items():
-                failures.append((row, self._failures.pop((*place, item), "unknown error")))
+                failures.append((row, self._supervisor.failure((*place, item))))
             if not self._collating:
                 rows = good_rows(planned.layout, marks, bad)
                 value = join_batch(view, planned.layout, value, rows, bad) if rows else None
@@ -606,30 +273,3 @@ class RingPipeline:
     def _crowded(self) -> bool:
         held = sum(1 for slot in range(self._settings.slots) if self._ring.state(slot) == "inuse")
         return held > max(2, self._active // 2)
-
-
-def _name(job: Job | None) -> str:
-    match job:
-        case DecodeJob():
-            frames = np.frombuffer(job.targets, np.int64).reshape(-1, TARGET_FIELDS)[:, 0]
-            return f"frames {frames[:8].tolist()} of {job.path}"
-        case TableJob() | SampleJob():
-            return f"samples {np.frombuffer(job.indices, np.int64).tolist()}"
-        case CollateJob():
-            return f"collating {job.samples} samples"
-        case _:
-            return "a job that was dropped"
-
-
-def _gop_lengths(dataset: object) -> dict[str, int]:
-    """Return the distance between key frames per camera, read from one file each."""
-    from loongforge_data.video import video_index
-
-    video = cast("VideoDataset", dataset)
-    result: dict[str, int] = {}
-    if len(video):
-        for request in video.frame_requests(0):
-            if request.key not in result:
-                keys = video_index(request.path).keys
-                result[request.key] = int(np.diff(keys).max()) if len(keys) > 1 else 64
-    return result
