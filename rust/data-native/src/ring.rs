@@ -82,14 +82,12 @@ impl Ring {
         self.0.shape().slot_bytes
     }
 
-    fn begin(&self, slot: usize, sequence: u64, items: usize, bytes: usize) -> PyResult<()> {
-        self.0
-            .begin(slot, sequence, items, bytes)
-            .map_err(to_python)
+    fn begin(&self, slot: usize, sequence: u64, items: usize, size: usize) -> PyResult<()> {
+        self.0.begin(slot, sequence, items, size).map_err(to_python)
     }
 
-    fn reserve(&self, py: Python<'_>, slot: usize, bytes: usize) -> PyResult<()> {
-        py.detach(|| self.0.reserve(slot, bytes)).map_err(to_python)
+    fn reserve(&self, py: Python<'_>, slot: usize, size: usize) -> PyResult<()> {
+        py.detach(|| self.0.reserve(slot, size)).map_err(to_python)
     }
 
     fn wants(&self, slot: usize, sequence: u64, item: usize) -> PyResult<bool> {
