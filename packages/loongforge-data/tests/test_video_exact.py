@@ -216,6 +216,11 @@ def test_files_whose_index_is_not_plain_fall_back_to_their_packets(tmp_path, cli
         cut.write_bytes(bad)
         table = read_samples(str(cut), 1)
         assert table is None or len(table.pts) == 30
+    # A count of two thousand million samples: refused, not allocated.
+    bad = bytearray(data)
+    bad[start + 12 : start + 16] = b"\x7f\xff\xff\xff"
+    cut.write_bytes(bad)
+    assert read_samples(str(cut), 1) is None
 
 
 @pytest.mark.parametrize("threads", [2, 4])

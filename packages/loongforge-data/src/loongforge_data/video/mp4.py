@@ -127,12 +127,12 @@ def _from_moov(moov: bytes, size: int, track_id: int) -> SampleTable | None:
         return None
     if struct.unpack_from(">I", _only(table, b"stsd"), 4)[0] != 1:
         return None
-    durations = _runs(_only(table, b"stts"), ">u4")
+    durations = _runs(_only(table, b"stts"), ">u4", size)
     count = len(durations)
     if not count or not _inside(table, count, size):
         return None
     dts = np.concatenate([[0], np.cumsum(durations[:-1])]).astype(np.int64)
-    offsets = _runs(_only(table, b"ctts"), ">i4") if b"ctts" in table else np.zeros(count, np.int64)
+    offsets = _runs(_only(table, b"ctts"), ">i4", size) if b"ctts" in table else np.zeros(count, np.int64)
     if len(offsets) != count:
         return None
     pts = dts + offsets
@@ -161,9 +161,12 @@ def _timescale(header: bytes) -> int:
     return int(struct.unpack_from(">I", header, 20 if header[0] == 1 else 12)[0])
 
 
-def _runs(box: bytes, kind: str) -> NDArray[np.int64]:
-    """Expand a table of (count, value) pairs."""
+def _runs(box: bytes, kind: str, limit: int) -> NDArray[np.int64]:
+    """Expand a table of (count, value) pairs; a damaged count must not ask for more than `limit` values."""
     pairs = np.frombuffer(box[8:], ">u4").reshape(-1, 2)[: struct.unpack_from(">I", box, 4)[0]]
+    if int(pairs[:, 0].astype(np.int64).sum()) > limit:
+        msg = "more samples than bytes in the file"
+        raise ValueError(msg)
     return np.repeat(pairs[:, 1].astype(">u4").view(kind).astype(np.int64), pairs[:, 0].astype(np.int64))
 
 
@@ -188,6 +191,8 @@ def _inside(table: dict[bytes, list[bytes]], count: int, size: int) -> bool:
     """Return whether every sample lies inside the file: a truncated file has an index of more."""
     sizes_box = _only(table, b"stsz")
     uniform, total = struct.unpack_from(">II", sizes_box, 4)
+    if total != count:
+        return False
     sizes = (
         np.full(total, uniform, np.int64)
         if uniform
@@ -198,9 +203,12 @@ def _inside(table: dict[bytes, list[bytes]], count: int, size: int) -> bool:
         np.int64
     )
     runs = np.frombuffer(_only(table, b"stsc")[8:], ">u4").reshape(-1, 3).astype(np.int64)
-    if total != count or len(sizes) != count or not len(runs) or not (sizes > 0).all():
+    if len(sizes) != count or not len(runs) or not (sizes > 0).all():
         return False
-    per_chunk = np.repeat(runs[:, 1], np.diff(np.append(runs[:, 0], len(chunks) + 1)))
+    spans = np.diff(np.append(runs[:, 0], len(chunks) + 1))
+    if (spans <= 0).any() or int(spans.sum()) != len(chunks):
+        return False
+    per_chunk = np.repeat(runs[:, 1], spans)
     if len(per_chunk) != len(chunks) or int(per_chunk.sum()) != count:
         return False
     after = np.cumsum(per_chunk)
