@@ -102,3 +102,17 @@ def test_eight_threads_never_share_a_block(libraries):
     assert out["wrong"] == 0
     assert out["live"] == 0
     assert out["allocs"] == 16000
+
+
+def test_calls_through_the_c_functions_take_less_than_ten_microseconds(libraries):
+    data = os.environ.get("LOONGFORGE_TEST_DATA")
+    roots = [Path(data)] if data else [p / "shared" / "data" for p in HERE.parents]
+    found = [r / "traces" / "gr00t_n1_6_step_16_samples.json" for r in roots]
+    trace = next((f for f in found if f.exists()), None)
+    if trace is None:
+        pytest.skip("needs the recorded trace: set LOONGFORGE_TEST_DATA")
+    out = _run(libraries, "speed", str(trace))
+    assert out["device_allocs"] == 1
+    assert out["planned_hits"] > 0.9 * out["alloc.calls"], "19 of 20 steps are replayed"
+    assert out["alloc.within_10us"] >= 0.99
+    assert out["free.within_10us"] >= 0.99

@@ -7,9 +7,12 @@ mod driver;
 mod global;
 mod host;
 mod oom;
+mod parts;
 mod py_global;
 mod py_heap;
+mod py_hooks;
 mod py_sim;
+mod py_time;
 mod stats;
 
 use pyo3::prelude::*;
@@ -25,14 +28,17 @@ mod _core {
     use super::host::HostArena;
     #[pymodule_export]
     use super::py_global::{
-        c_abi, configure, driver_error, global_begin_step, global_end_step, global_label,
-        global_phase, global_relabel, global_reset, global_set_plan, global_state, global_stats,
-        global_trim, host_register, host_unregister, set_check_fail, set_label, set_timing,
+        global_begin_step, global_end_step, global_label, global_phase, global_relabel,
+        global_reset, global_set_plan, global_state, global_stats, global_trim, set_label,
     };
     #[pymodule_export]
     use super::py_heap::PyHeap;
     #[pymodule_export]
-    use super::py_sim::{
-        make_plan, merge_items, policies, simulate, time_steps, trace_items, verify_plan,
+    use super::py_hooks::{
+        c_abi, configure, driver_error, host_register, host_unregister, set_check_fail, set_timing,
     };
+    #[pymodule_export]
+    use super::py_sim::{make_plan, merge_items, policies, simulate, trace_items, verify_plan};
+    #[pymodule_export]
+    use super::py_time::time_steps;
 }

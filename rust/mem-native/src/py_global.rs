@@ -1,66 +1,16 @@
 //! The process-wide allocator for Python.
 
-use std::sync::atomic::Ordering;
-
 use loongforge_pool::heap::Label;
-use pyo3::exceptions::{PyOSError, PyRuntimeError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::global::{self, GlobalConfig, TIMING};
-use crate::py_heap::{PlanParts, StateParts, heap_config, plan_from, source, state_parts};
+use crate::global;
+use crate::parts::{PlanParts, StateParts, plan_from, state_parts};
 use crate::stats::{heap_stats, source_name, step_report, to_python};
-use crate::{cabi, driver, oom};
 
 fn none_yet(device: i32) -> PyErr {
     PyRuntimeError::new_err(format!("no memory was allocated on device {device} yet"))
-}
-
-/// Addresses of the C functions by the name of the torch setter they belong to.
-#[pyfunction]
-pub fn c_abi(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let out = PyDict::new(py);
-    for (name, address) in cabi::table() {
-        out.set_item(name, address)?;
-    }
-    Ok(out)
-}
-
-/// Why the CUDA driver cannot be opened, or None when it can.
-#[pyfunction]
-pub fn driver_error() -> Option<String> {
-    driver::driver().err()
-}
-
-/// Configure the heaps of the process.
-#[pyfunction]
-#[pyo3(signature = (source_name, *, initial_bytes, grow_bytes, limit_bytes=None,
-                    slab_max=loongforge_pool::SLAB_MAX))]
-pub fn configure(
-    source_name: &str,
-    initial_bytes: u64,
-    grow_bytes: u64,
-    limit_bytes: Option<u64>,
-    slab_max: u64,
-) -> PyResult<()> {
-    let heap = heap_config(initial_bytes, grow_bytes, limit_bytes, slab_max);
-    global::configure(GlobalConfig {
-        source: source(source_name)?,
-        heap,
-    })
-    .map_err(PyOSError::new_err)
-}
-
-/// Tell where torch's error function is.
-#[pyfunction]
-pub fn set_check_fail(address: usize) {
-    oom::set_check_fail(address);
-}
-
-/// Time every call (about 50 ns a call) or none.
-#[pyfunction]
-pub fn set_timing(on: bool) {
-    TIMING.store(on, Ordering::Relaxed);
 }
 
 /// Set the label of this thread's allocations; returns the one before.
@@ -154,26 +104,4 @@ pub fn global_set_plan(py: Python<'_>, device: i32, parts: PlanParts) -> PyResul
 #[pyfunction]
 pub fn global_state(device: i32) -> Option<StateParts> {
     global::existing(device).map(|heap| state_parts(&heap))
-}
-
-/// Page-lock host memory for fast copies.
-#[pyfunction]
-pub fn host_register(py: Python<'_>, address: usize, nbytes: usize) -> PyResult<()> {
-    py.detach(|| {
-        let d = driver::driver().map_err(PyOSError::new_err)?;
-        // SAFETY: the caller owns the range; 1: usable from every context.
-        let status = unsafe { (d.host_register)(address as *mut _, nbytes, 1) };
-        driver::check("cuMemHostRegister", status).map_err(to_python)
-    })
-}
-
-/// Undo [`host_register`].
-#[pyfunction]
-pub fn host_unregister(address: usize) -> PyResult<()> {
-    let d = driver::driver().map_err(PyOSError::new_err)?;
-    // SAFETY: the range was registered before.
-    driver::check("cuMemHostUnregister", unsafe {
-        (d.host_unregister)(address as *mut _)
-    })
-    .map_err(to_python)
 }

@@ -36,7 +36,7 @@ impl Heap {
         }
         self.purge_captures();
         if self.active.is_empty() {
-            self.settle(0);
+            self.settle();
             self.wait_for_device();
         }
         let owner = if let Some(pool) = self.graphs.iter_mut().find(|p| p.id == id) {

@@ -133,7 +133,7 @@ impl Heap {
         {
             return Ok(place);
         }
-        if self.settle(owner)
+        if self.settle()
             && let Some(place) = self.place(owner, size, high)
         {
             return Ok(place);
@@ -218,7 +218,7 @@ impl Heap {
             return 0;
         }
         self.collect_released();
-        self.settle(0);
+        self.settle();
         self.gather(0);
         if self.device.commits() {
             return self.decommit_free_pages();

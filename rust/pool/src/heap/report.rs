@@ -50,7 +50,7 @@ pub struct HeapStats {
 }
 
 impl Heap {
-    /// All counters and gauges. O(streams).
+    /// All counters and gauges. O(live blocks), because graph memory is summed up.
     pub fn stats(&self) -> HeapStats {
         let (free, largest_free) = self.free_and_largest();
         HeapStats {

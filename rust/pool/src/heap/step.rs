@@ -337,7 +337,7 @@ impl Heap {
         let bytes = u64::from(units) * UNIT;
         let mut start = self.arenas[0].arena.runs.take(units);
         if start.is_none() {
-            self.settle(0);
+            self.settle();
             start = self.arenas[0].arena.runs.take(units);
         }
         if start.is_none() && self.config.grow_bytes > 0 {

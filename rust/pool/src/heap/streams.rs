@@ -100,7 +100,7 @@ impl Heap {
     }
 
     /// Return every waiting block now: its owner's stream waits for the events on the device, the host does not.
-    pub(super) fn settle(&mut self, _owner: u32) -> bool {
+    pub(super) fn settle(&mut self) -> bool {
         if self.capture_underway() || (self.waiting == 0 && self.deferred.is_empty()) {
             return false;
         }
