@@ -92,7 +92,7 @@ class Runner:
     def all(self) -> None:
         """Run every section that was asked for."""
         # The checks measure no time, so they share the GPU; everything after them runs alone.
-        checks = [(name, "ours_plan") for name in ("graph", "stress", "oom", "control")]
+        checks = [(name, "ours_plan") for name in ("graph", "stress", "oom", "control", "offload")]
         checks += [("pool", "native"), ("pinned", "native")]
         with ThreadPoolExecutor(max_workers=4) as pool:
             list(pool.map(lambda check: self.start(*check), checks))
@@ -190,6 +190,7 @@ class Runner:
             ("pinned_ratio", "pinned", "native", "ours_ratio"),
             ("pinned_ratio_torch", "pinned", "native", "torch_ratio"),
             ("graph_bit_equal", "graph", "ours_plan", "bit_equal"),
+            ("offload_bit_equal", "offload", "ours_plan", "bit_equal"),
             ("stress_corrupted", "stress", "ours_plan", "corrupted"),
             ("stress_rounds", "stress", "ours_plan", "rounds"),
             ("control_corrupted", "control", "ours_plan", "corrupted"),
@@ -482,7 +483,7 @@ SECTIONS = {
     "dynamic": _dynamic_section,
     "calls": _calls_section,
     "budget": _budget_section,
-    **dict.fromkeys(("graph", "stress", "control", "oom", "pool", "pinned"), _check_section),
+    **dict.fromkeys(("graph", "stress", "control", "oom", "pool", "pinned", "offload"), _check_section),
 }
 
 if __name__ == "__main__":

@@ -275,6 +275,63 @@ def _resident_bytes() -> int:
     return int(fields["VmRSS"].split()[0]) * 1024
 
 
+def check_offload(*, ours: bool, quick: bool) -> Outcome:
+    """Train with optimizer state and activations on the host; the weights must be those of a plain run."""
+    import torch
+
+    orchestrator = _orchestrator(ours=ours)
+    steps = 4 if quick else 12
+    plain, plain_bytes, _ = _train_wide(steps, offload=False)
+    moved, moved_bytes, packed = _train_wide(steps, offload=True)
+    same = all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    out: Outcome = {
+        "bit_equal": same,
+        "bytes_after_step_plain": plain_bytes,
+        "bytes_after_step_offloaded": moved_bytes,
+        "activations_packed": packed,
+    }
+    if orchestrator is not None:
+        out["deferred_frees"] = orchestrator.stats()["deferred_frees"]
+    return out
+
+
+def _train_wide(steps: int, *, offload: bool) -> tuple[list[torch.Tensor], int, int]:
+    import torch
+
+    from loongforge_mem.offload import OptimizerOffload, offload_activations
+    from loongforge_mem.pinned import PinnedArena
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(1024, 8192), torch.nn.GELU(), torch.nn.Linear(8192, 1024)
+    ).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    mover = OptimizerOffload(optimizer) if offload else None
+    arena = PinnedArena(256 << 20, pin=True) if offload else None
+    packed = 0
+    for index in range(steps):
+        x = torch.full((2048, 1024), 0.01 * (index + 1), device="cuda")
+        if arena is None:
+            loss = net(x).square().mean()
+        else:
+            with offload_activations(arena, max_in_flight=1) as counters:
+                loss = net(x).square().mean()
+            packed += counters.packed
+        if mover is not None:
+            mover.prefetch()
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.zeros(1, device="cuda")  # An allocation collects what other streams have released.
+    held = torch.cuda.memory_allocated()
+    weights = [p.detach().clone() for p in net.parameters()]
+    if mover is not None:
+        mover.close()
+    return weights, held, packed
+
+
 CHECKS: dict[str, Callable[..., Outcome]] = {
     "graph": check_graph,
     "stress": check_streams,
@@ -282,6 +339,7 @@ CHECKS: dict[str, Callable[..., Outcome]] = {
     "oom": check_oom,
     "pool": check_pool,
     "pinned": check_pinned,
+    "offload": check_offload,
 }
 
 
@@ -300,6 +358,9 @@ def passed(name: str, out: Outcome) -> bool:
             )
         case "pool":
             return bool(out["good"] and out["other"])
+        case "offload":
+            less = out["bytes_after_step_offloaded"] < out["bytes_after_step_plain"]
+            return bool(out["bit_equal"] and less and out["activations_packed"] > 0)
         case "pinned":
             return bool(out["copied"] and out["is_pinned"] and out["ours_ratio"] <= 1.02)
     msg = f"check {name!r} is unknown; allowed: {sorted(CHECKS)}"
