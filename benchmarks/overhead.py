@@ -3,7 +3,7 @@ blocks.
 
 The step is that of the recipe gr00t_n1_6_tiny (on the GPU where there is one) over batches made beforehand,
 so that the loader adds no noise. Figures: record_overhead (share of the step), attach_overhead (share by
-which the step is longer while clients attach, profile and detach 50 times).
+which the step is longer while a client attaches, profiles and detaches, 50 times).
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
 
 CLIENT = """
-import sys, time
+import sys
 from pathlib import Path
 from loongforge.control.client import ask
 from loongforge.control.paths import socket_of
 path = socket_of(run=Path(sys.argv[1]))
-for _ in range(int(sys.argv[2])):
+print("ready", flush=True)
+for line in sys.stdin:
     ask(path, "status")
-    ask(path, "profile", duration_s=float(sys.argv[3]), timeout_s=60)
+    ask(path, "profile", duration_s=float(line), timeout_s=60)
+    print("detached", flush=True)
 """
+STEPS_ATTACHED = 10
 
 
 class NoClock(StepClock):
@@ -147,19 +150,28 @@ def main() -> None:
 def attached(
     session: Session, device: torch.device, run: str, *, quick: bool
 ) -> tuple[list[float], list[float]]:
-    """Return step times of blocks during which a client attaches and detaches, and of blocks without."""
-    times, duration = (10, 0.05) if quick else (50, 0.2)
-    client = subprocess.Popen([sys.executable, "-c", CLIENT, run, str(times), str(duration)])
-    attach = []
-    deadline = time.monotonic() + 120
-    while client.poll() is None and time.monotonic() < deadline:
-        attach.append(timed(session, 10, device))
-    if client.poll() is None:
-        client.kill()
-    client.wait()
-    alone = [timed(session, 10, device) for _ in range(max(10, min(len(attach), 60)))]
-    # The client's start-up (importing) competes for processor cores: leave the first third out.
-    return attach[len(attach) // 3 :], alone
+    """Return step times of blocks in which a client attaches, profiles and detaches, and of blocks between
+    them.
+    """
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    client.stdout.readline()
+    attach, alone = [], []
+    for number in range(20 if quick else 100):
+        if (number + number // 2) % 2:
+            alone.append(timed(session, STEPS_ATTACHED, device))
+            continue
+        expected = 1e-3 * (alone[-1] if alone else 1.0) * STEPS_ATTACHED
+        client.stdin.write(f"{0.7 * expected}\n")
+        client.stdin.flush()
+        attach.append(timed(session, STEPS_ATTACHED, device))
+        client.stdout.readline()
+    client.stdin.close()
+    client.wait(60)
+    return attach, alone
 
 
 if __name__ == "__main__":

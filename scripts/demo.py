@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-STEPS = int(os.environ.get("DEMO_STEPS", "150"))
+STEPS = int(os.environ.get("DEMO_STEPS", "120"))
 FOLDER = Path(os.environ.get("DEMO_DIR", "runs/demo"))
 
 

@@ -57,15 +57,6 @@ class StepClock:
         self.last_mark = self._mark()
         self.ended = time.perf_counter()
 
-    def passed(self) -> bool:
-        """Tell whether the device has passed the last mark (never waits)."""
-        return self.last_mark is None or bool(self.last_mark.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        """Wait for the last mark; used only for steps long gone and at the end of a run."""
-        if self.last_mark is not None:
-            self.last_mark.synchronize()
-
     def host_ms(self, name: str) -> float:
         """Host milliseconds spent in a phase."""
         return 1e3 * self._host.get(name, 0.0)

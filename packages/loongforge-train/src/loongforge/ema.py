@@ -22,18 +22,16 @@ class WeightAverage:
             raise ValueError(msg)
         self.decay = decay
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        device = next(iter(self._parameters.values())).device if self._parameters else torch.device("cpu")
+        self._share = torch.tensor(1 - decay, device=device)
         self._average = {name: p.detach().float().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
         """Take in the present weights; a skipped step (a device flag, not read here) changes nothing."""
-        weight = torch.tensor(1 - self.decay)
+        share = self._share if skipped is None else torch.where(skipped > 0, 0.0, self._share)
         for name, parameter in self._parameters.items():
-            average = self._average[name]
-            share = weight.to(average.device)
-            if skipped is not None:
-                share = torch.where(skipped.to(average.device) > 0, torch.zeros_like(share), share)
-            average.lerp_(parameter.detach().float(), share)
+            self._average[name].lerp_(parameter.detach().float(), share)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by parameter name."""

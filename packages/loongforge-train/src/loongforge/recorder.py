@@ -50,6 +50,36 @@ class PendingStep:
     sync_count: int | None = None
     sync_ms: float | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    values: Tensor | None = None
+    """Loss, norm, skipped and micro-losses in host memory; valid once ``copied`` has passed."""
+    copied: torch.cuda.Event | None = None
+
+    def stage(self) -> None:
+        """Start the copy of the step's values into pinned host memory, behind the step's own work.
+
+        Reading a device value directly would wait for everything enqueued so far, later steps included.
+        """
+        device = self.loss.device
+        scalars = [self.loss, self.norm, self.skipped, *self.micro_losses]
+        tensors = [torch.as_tensor(value, dtype=torch.float32) for value in scalars]
+        if device.type != "cuda":
+            self.values = torch.stack([value.detach().cpu() for value in tensors])
+            return
+        packed = torch.stack([value.detach().to(device, non_blocking=True) for value in tensors])
+        self.values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self.values.copy_(packed, non_blocking=True)
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied.record()
+
+    def passed(self) -> bool:
+        """Tell whether the values can be read (never waits)."""
+        return self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[float]:
+        """Return the values; waits for their copy, which is long done unless the run is ending."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return [] if self.values is None else [float(value) for value in self.values.tolist()]
 
 
 class Recorder:
@@ -88,8 +118,9 @@ class Recorder:
                 "reserved": torch.cuda.memory_reserved(self._device),
                 "retries": int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)),
             }
+        pending.stage()
         self._pending.append(pending)
-        while self._pending and (len(self._pending) > MOST_UNREAD or self._pending[0].clock.passed()):
+        while self._pending and (len(self._pending) > MOST_UNREAD or self._pending[0].passed()):
             self._write(self._pending.popleft())
 
     def note_checkpoint(self, ms: float) -> None:
@@ -110,13 +141,13 @@ class Recorder:
         self._previous, self._previous_end = None, None
 
     def _write(self, pending: PendingStep) -> None:
-        pending.clock.wait()
-        record = self._record(pending)
+        record = self._record(pending, pending.read())
         self._previous, self._previous_end = pending.clock, pending.clock.ended
         for listener in self.listeners:
             listener(record, pending.sample_ids)
 
-    def _record(self, pending: PendingStep) -> StepRecord:
+    def _record(self, pending: PendingStep, values: Sequence[float]) -> StepRecord:
+        loss, norm, skipped, *micro_losses = values
         clock = pending.clock
         since = self._previous_end if self._previous_end is not None else clock.began
         step_ms = clock.since_ms(self._previous) if self._previous is not None else clock.total_ms()
@@ -129,9 +160,9 @@ class Recorder:
             epoch=pending.epoch,
             rank=self._rank,
             time_unix=pending.time_unix,
-            loss=float(pending.loss),
-            micro_losses=[float(value) for value in pending.micro_losses],
-            grad_norm=float(pending.norm),
+            loss=loss,
+            micro_losses=micro_losses,
+            grad_norm=norm,
             lr=pending.lr,
             samples=pending.samples,
             tokens=pending.tokens,
@@ -153,7 +184,7 @@ class Recorder:
             fusion_reason=pending.fusion_reason,
             graph=pending.graph,
             graph_reason=pending.graph_reason,
-            skipped=bool(pending.skipped.item()),
+            skipped=bool(skipped),
             launch_ms=clock.host_ms("window") + clock.host_ms("optimizer"),
             ops=pending.ops,
             op_cost_us=pending.op_cost_us,
