@@ -927,3 +927,15 @@ print("ok")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150)
     assert done.stdout.strip() == "ok", done.stderr[-2000:]
+
+
+def test_a_joined_file_is_opened_once_however_many_episodes_it_holds(v21, tmp_path, monkeypatch):
+    """Opening a set costs one look at each video file, not one per episode."""
+    from loongforge_data import opening
+
+    convert_to_v30(v21, tmp_path / "out", video_file_mb=1)
+    seen = []
+    real = opening.frame_count
+    monkeypatch.setattr(opening, "frame_count", lambda path: seen.append(path) or real(path))
+    open_dataset(tmp_path / "out")
+    assert len(seen) == len(set(seen)) == 2

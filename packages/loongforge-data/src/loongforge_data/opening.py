@@ -227,6 +227,24 @@ def _reads_headers(
     return len(paths) <= _AUTO_LIMIT
 
 
+def _counter() -> Callable[[str], int]:
+    """Return a frame counter that opens each file once, however many episodes share it."""
+    known: dict[str, int | DataError] = {}
+
+    def count(path: str) -> int:
+        if path not in known:
+            try:
+                known[path] = frame_count(path)
+            except DataError as error:
+                known[path] = error
+        result = known[path]
+        if isinstance(result, DataError):
+            raise result
+        return result
+
+    return count
+
+
 def _short_videos(
     rows: Rows,
     cameras: Sequence[str],
@@ -239,12 +257,13 @@ def _short_videos(
     the count stays the number of rows.
     """
     cuts: dict[int, int] = {}
+    count = _counter()
     for position, episode in enumerate(rows.episodes):
         have = int(rows.starts[position + 1] - rows.starts[position])
         for camera in cameras:
             place = placements[episode.index, camera]
             try:
-                frames = frame_count(place.path) - place.first
+                frames = count(place.path) - place.first
             except DataError as error:
                 problems.append(VideoError(error.message, path=place.path, episode=episode.index))
                 cuts[position] = 0
