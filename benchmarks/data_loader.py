@@ -274,6 +274,9 @@ def main() -> None:
     arguments.add_argument("--rivals", action="store_true", help="also measure other loaders")
     arguments.add_argument("--sets", nargs="*", help="only these sets")
     arguments.add_argument("--skip-wait", action="store_true", help="leave out the fixed-step part")
+    arguments.add_argument(
+        "--rows-from", nargs="*", type=Path, default=[], help="add the rows of earlier parts"
+    )
     options = arguments.parse_args()
     python, reason = None, "not asked for: use --rivals"
     if options.rivals:
@@ -281,14 +284,16 @@ def main() -> None:
             python = rival_python()
         except (RuntimeError, subprocess.CalledProcessError) as error:
             reason = str(error)
-    rows: list[Row] = []
+    # A full run takes some minutes; on a shared machine it can be taken in parts (--sets, --skip-wait,
+    # --rows-from).
+    rows: list[Row] = [row for path in options.rows_from for row in json.loads(path.read_text())["rows"]]
     with tempfile.TemporaryDirectory() as folder:
         sets = data_sets(Path(folder), quick=options.quick)
         for name, root in sets.items():
             if not options.sets or name in options.sets:
                 rows += measure(name, root, quick=options.quick, python=python, reason=reason)
-        first = next(iter(sets))
         if not options.skip_wait:
+            first = next(iter(sets))
             rows.append({"set": first, **wait_share(sets[first], quick=options.quick)})
     outcome = result(
         "data_loader",
