@@ -12,9 +12,10 @@ import av
 
 from loongforge_data.errors import DamagedVideoError, VideoError
 from loongforge_data.files import file_state
-from loongforge_data.video.h264 import is_disposable, length_size
+from loongforge_data.video.h264 import is_disposable
 from loongforge_data.video.index import Rule, VideoIndex
-from loongforge_data.video.probe import open_container, video_index, video_stream
+from loongforge_data.video.probe import video_index
+from loongforge_data.video.reader import PacketReader
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -77,38 +78,18 @@ class VideoFile:
         self.counters = DecodeCounters()
         self.missing: set[int] = set()
         self.suspects: set[int] = set()
-        self._threads = threads
         self._on_damage = on_damage
         self._rotation: int | None = None
         self._ready: deque[tuple[int, VideoFrame]] = deque()
         self._last: tuple[int, VideoFrame] | None = None
-        self._opened = False
         self._run = 0  # number of the current run: frames of earlier ones are stale
-        self._open()
+        self._reader = PacketReader(self.path, self.index, threads=threads)
+        self._restart()
 
     # -- opening and closing ---------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        self._container = open_container(self.path)
-        try:
-            self._stream = video_stream(self._container, self.path)
-            self._codec = self._stream.codec_context
-            self._codec.thread_count = self._threads
-            if self._threads == 1:
-                self._codec.thread_type = "SLICE"
-            self._codec.copy_opaque = True
-            known = self.index.codec == "h264"
-            self._unit_size = length_size(self._codec.extradata) if known else 0
-        except BaseException:
-            self._container.close()
-            raise
-        self._opened = True
-        self._rewound()
-
-    def _rewound(self) -> None:
-        self._packets: Iterator[Packet] = self._container.demux(self._stream)
-        self._peeked: Packet | None = None
-        self._next_position = 0  # decode position of the next packet the demuxer returns
+    def _restart(self) -> None:
+        """Forget the current run: the decoder holds nothing that may be given out."""
         self._run_start = -1  # decode position where the decoder was started; -1 when it holds nothing
         self._ended = False
         self._emitted = -1
@@ -116,13 +97,9 @@ class VideoFile:
 
     def close(self) -> None:
         """Release the decoder and the file. Closing twice is allowed."""
-        if self._opened:
-            self._opened = False
-            self._ready.clear()
-            self._last = None
-            self._peeked = None
-            self._packets = iter(())
-            self._container.close()
+        self._ready.clear()
+        self._last = None
+        self._reader.close()
 
     def __enter__(self) -> VideoFile:
         return self
@@ -204,7 +181,7 @@ class VideoFile:
                 msg,
                 path=self.path,
             )
-        if not self._opened:
+        if self._reader.closed:
             msg = "the video file is closed; open a new VideoFile"
             raise VideoError(msg, path=self.path)
         for target in wanted:
@@ -256,16 +233,18 @@ class VideoFile:
         """Bring the decoder to where feeding packets leads to the target with the least work."""
         running = self._run_start >= 0 and not fresh
         # The frame is still to come out of the running decoder, and no key packet lies in between.
-        if running and self._emitted < target and start <= self._next_position:
+        if running and self._emitted < target and start <= self._reader.position:
             first_shown = int(self.index.display[self._run_start])
             if target >= first_shown and (self._ready or not self._ended):
                 return
-        gap = start - self._next_position
+        gap = start - self._reader.position
         if fresh or self._ended or not 0 <= gap <= _SKIP_LIMIT:
-            self._seek(start)
-        self._skip_to(start)
+            self.counters.seeks += 1
+            self._reader.seek(start)
+            self._restart()
+        self._reader.skip_to(start)
         if running or fresh:
-            self._codec.flush_buffers()
+            self._reader.codec.flush_buffers()
         self._ready.clear()
         self._run_start = start
         self._run += 1
@@ -289,12 +268,12 @@ class VideoFile:
 
     def _feed(self, target: int) -> None:
         """Give the decoder one packet and keep the frames that come out, except stale ones."""
-        packet = self._take()
-        position = self._next_position - 1
+        packet = self._reader.take()
+        position = self._reader.position - 1
         try:
             if packet is None:
                 self._ended = True
-                frames = self._codec.decode(None)
+                frames = self._reader.codec.decode(None)
             elif self._passed_by(packet, position, target):
                 self.counters.passed_by += 1
                 return
@@ -303,7 +282,7 @@ class VideoFile:
                 # frame still alive would vanish together with that frame.
                 packet.opaque = (self._run, position)
                 self.counters.decoded += 1
-                frames = self._codec.decode(packet)
+                frames = self._reader.codec.decode(packet)
         except av.error.InvalidDataError as error:
             self._damaged(position, target, error)
             return
@@ -319,9 +298,9 @@ class VideoFile:
 
     def _passed_by(self, packet: Packet, position: int, target: int) -> bool:
         """Return whether a packet is shown before the target and nothing refers to it: not worth decoding."""
-        if not self._unit_size or not 0 <= int(self.index.display[position]) < target:
+        if not self._reader.unit_size or not 0 <= int(self.index.display[position]) < target:
             return False
-        return is_disposable(memoryview(packet), self._unit_size)
+        return is_disposable(memoryview(packet), self._reader.unit_size)
 
     def _index_of(self, frame: VideoFrame) -> int:
         """Return the display index of a decoded frame, or -1 for a frame that is not of this run."""
@@ -373,74 +352,3 @@ class VideoFile:
                 msg,
                 path=self.path,
             ) from error
-
-    # -- moving in the container -----------------------------------------------------------------------
-
-    def _take(self) -> Packet | None:
-        """Return the next packet with content; None at the end of the stream."""
-        packet = self._peeked
-        self._peeked = None
-        if packet is not None:
-            self._next_position += 1
-            return packet
-        while True:
-            try:
-                packet = next(self._packets, None)
-            except (av.error.FFmpegError, EOFError):
-                # The pass that made the frame table stopped here too: nothing follows.
-                return None
-            if packet is None:
-                return None
-            if packet.size:
-                self._next_position += 1
-                return packet
-
-    def _skip_to(self, position: int) -> None:
-        while self._next_position < position:
-            if self._take() is None:
-                msg = f"packet {position} is gone: the file has changed since it was opened"
-                raise VideoError(msg, path=self.path)
-
-    def _seek(self, position: int) -> None:
-        """Move the demuxer to a packet at or before a decode position; the decoder is emptied."""
-        self.counters.seeks += 1
-        if self.index.seekable:
-            keys = self.index.keys
-            slot = int(keys.searchsorted(position))
-            for key in (position, *(int(keys[s]) for s in (slot - 1, slot - 2) if s >= 0)):
-                if self._seek_once(key, position):
-                    return
-        self._container.close()
-        self._opened = False
-        self._open()
-
-    def _seek_once(self, key: int, position: int) -> bool:
-        """Seek to a key packet's time; False when the demuxer ends up past the wanted position."""
-        try:
-            self._container.seek(int(self.index.seek[key]), stream=self._stream, backward=True)
-        except av.error.FFmpegError:
-            return False
-        self._rewound()
-        packet = self._take()
-        if packet is None:
-            return False
-        landed = self._position_of(packet)
-        if landed is None or landed > position:
-            return False
-        self._peeked = packet
-        self._next_position = landed
-        return True
-
-    def _position_of(self, packet: Packet) -> int | None:
-        stamp = packet.dts if self.index.estimated else packet.pts
-        if stamp is None:
-            return None
-        positions = self._positions()
-        return positions.get(stamp)
-
-    def _positions(self) -> dict[int, int]:
-        known: dict[int, int] | None = getattr(self, "_by_stamp", None)
-        if known is None:
-            known = {int(stamp): i for i, stamp in enumerate(self.index.stamps)}
-            self._by_stamp = known
-        return known
