@@ -182,6 +182,20 @@ def test_sample_that_always_costs_its_worker_is_named_and_all_processes_go(kind)
 
 
 @pytest.mark.timeout(60)
+def test_loss_of_every_helper_process_is_an_error_not_a_hang():
+    """The out-of-memory killer may take the process that workers come from, too."""
+    loader = ADFEDataLoader(ToyDataset(2000, delay_s=0.002), 2, 2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    parents = {psutil.Process(pid).ppid() for pid in pids(loader).values()}
+    for pid in parents:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="process that starts workers"):
+        list(iterator)
+    assert flat(ADFEDataLoader(ToyDataset(6), 2, 1)) == list(range(6))
+
+
+@pytest.mark.timeout(60)
 def test_dead_trainer_takes_its_workers_along():
     """No process is left behind when the trainer is killed."""
     reader, writer = os.pipe()

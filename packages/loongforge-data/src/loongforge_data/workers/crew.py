@@ -159,6 +159,13 @@ class Crew:
             raise WorkerError(msg)
         return int(value)
 
+    def _send(self, command: str, value: int) -> None:
+        try:
+            self._connection.send((command, value))
+        except OSError as error:
+            msg = f"the process that starts workers is gone ({error}); see its output above"
+            raise WorkerError(msg) from error
+
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each worker."""
@@ -166,7 +173,7 @@ class Crew:
 
     def start(self, number: int) -> None:
         """Start worker ``number``."""
-        self._connection.send(("spawn", number))
+        self._send("spawn", number)
         pid = self._receive("pid")
         self._members[number] = _Member(pid=pid, pidfd=os.pidfd_open(pid))
 
@@ -191,7 +198,7 @@ class Crew:
         """Forget a dead worker; returns its process id."""
         member = self._members.pop(number)
         os.close(member.pidfd)
-        self._connection.send(("reap", member.pid))
+        self._send("reap", member.pid)
         return member.pid
 
     def close(self) -> None:
