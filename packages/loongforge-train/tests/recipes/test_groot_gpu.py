@@ -111,9 +111,8 @@ def test_forward_and_backward_can_be_captured(tiny_batch, mixed, dropout):
     assert losses[0] == losses[1] == pytest.approx(eager_loss.item(), rel=1e-3)
     for name, parameter in model.named_parameters():
         if name in eager:
-            torch.testing.assert_close(
-                parameter.grad, 2 * eager[name], rtol=2e-2 if mixed else 1e-3, atol=1e-4
-            )
+            # Captured without gradients there, so each replay writes them anew instead of adding.
+            torch.testing.assert_close(parameter.grad, eager[name], rtol=2e-2 if mixed else 1e-3, atol=1e-4)
 
 
 def test_images_are_prepared_alike_on_both_devices():

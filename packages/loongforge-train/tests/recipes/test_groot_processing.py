@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -527,6 +528,30 @@ def test_prompt_and_images_of_different_settings_are_refused(tiny_batch):
     model = recipe.build_model(recipe.options({"image.short_edge": 84}), 0)
     with pytest.raises(ConfigError, match="tokens a sample but the prompt has places for"):
         model(tiny_batch)
+
+
+@pytest.mark.parametrize("name", ["gr00t_n1_6_tiny", "multimodal_tiny"])
+def test_a_collate_function_travels_to_another_process(tiny_dataset, name):
+    recipe = get_recipe(name)
+    options = recipe.options({"series": "", "image_size": [56, 56]} if name == "multimodal_tiny" else {})
+    collate = recipe.build_collate(tiny_dataset, None, options)
+    first = collate(tiny_dataset.samples)
+    again = pickle.loads(pickle.dumps(collate))(tiny_dataset.samples)
+    assert set(first) == set(again)
+    for key, value in first.items():
+        assert torch.equal(value, again[key]), key
+
+
+def test_a_prompt_is_remembered_but_does_not_travel():
+    prompts = PromptBuilder(ByteTokenizer())
+    prompts.CACHED = 2
+    ids = prompts.ids("go", [2])
+    ids.append(0)
+    assert prompts.ids("go", [2]) == ids[:-1]
+    assert len(pickle.loads(pickle.dumps(prompts))._known) == 0
+    for text in "abc":
+        prompts.ids(text, [1])
+    assert len(prompts._known) <= 2
 
 
 def test_a_sample_without_its_view_is_refused(tiny_dataset):

@@ -198,3 +198,15 @@ def test_times_follow_the_beta_distribution(tiny_batch):
     assert both.mean().item() == pytest.approx(0.4, abs=5e-3)
     with pytest.raises(ValueError, match=r"cannot use a torch\.Generator"):
         beta_sample(4, 2.0, 3.0, device, torch.Generator())
+
+
+@pytest.mark.parametrize("frozen", ["float32", "bfloat16"])
+def test_the_whole_model_is_traced_in_one_graph(tiny_batch, frozen):
+    recipe = get_recipe("gr00t_n1_6_tiny")
+    model = recipe.build_model(recipe.options({"frozen_dtype": frozen}), 0)
+    expected = model(tiny_batch)["loss"]
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = traced(tiny_batch)["loss"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

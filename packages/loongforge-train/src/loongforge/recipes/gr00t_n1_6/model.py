@@ -122,11 +122,20 @@ class Backbone(nn.Module):
         config, work = self.config, self.config.work
         decoder = self.model.language_model.model
         layers, first = list(decoder.layers), config.first_trainable_layer
-        with self._frozen(
-            decoder.embed_tokens.weight, frozen=not config.tune.visual and not config.tune.language
+        weight, grad = decoder.embed_tokens.weight, torch.is_grad_enabled()
+        # Where frozen weights are 16-bit already, autocast would only look at each of them again.
+        quiet = is_low_precision(weight)
+        record = grad and not work.frozen_without_autograd
+        frozen = not (config.tune.visual or config.tune.language)
+        with (
+            _autocast(weight.device, off=frozen and quiet),
+            torch.set_grad_enabled(record if frozen else grad),
         ):
             x = self.model.embed(batch)
-        with self._frozen(decoder.embed_tokens.weight, frozen=first > 0):
+        with (
+            _autocast(weight.device, off=quiet and first > 0),
+            torch.set_grad_enabled(record if first else grad),
+        ):
             x = decoder.run(x, layers[:first])
         if first < len(layers):
             x = at_dtype_of(x, next(layers[first].parameters()))
@@ -139,29 +148,9 @@ class Backbone(nn.Module):
             self.model.language_model.lm_head(at_dtype_of(x, self.model.language_model.lm_head.weight))
         return x
 
-    def _frozen(self, weight: Tensor, *, frozen: bool) -> AbstractContextManager[object]:
-        """No autograd below the first trainable layer; no autocast where the weights are 16-bit already."""
-        if not frozen:
-            return nullcontext()
-        quiet = without_autocast(weight.device) if is_low_precision(weight) else nullcontext()
-        if not self.config.work.frozen_without_autograd:
-            return quiet
-        return _Both(torch.no_grad(), quiet)
 
-
-class _Both(AbstractContextManager[None]):
-    """Two context managers as one."""
-
-    def __init__(self, *parts: AbstractContextManager[object]) -> None:
-        self.parts = parts
-
-    def __enter__(self) -> None:
-        for part in self.parts:
-            part.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        for part in reversed(self.parts):
-            part.__exit__(*error)  # type: ignore[arg-type]
+def _autocast(device: torch.device, *, off: bool) -> AbstractContextManager[object]:
+    return without_autocast(device) if off else nullcontext()
 
 
 class GrootModel(nn.Module):

@@ -41,21 +41,25 @@ class VisionEmbeddings(nn.Module):
         Bilinear with antialias in float32. The result is kept per grid while the table does not train.
         """
         table = self.position_embedding.weight
-        keep = not table.requires_grad
+        # A compiler traces the resize into its graph; it cannot compare addresses.
+        if table.requires_grad or torch.compiler.is_compiling():
+            return self._resized(rows, columns)
         state = (table.data_ptr(), table._version, table.dtype, table.device)  # noqa: SLF001
-        if keep:
-            known = self._positions.get((rows, columns))
-            if known is not None and known[0] == state:
-                return known[1]
+        known = self._positions.get((rows, columns))
+        if known is not None and known[0] == state:
+            return known[1]
+        result = self._resized(rows, columns)
+        self._positions[(rows, columns)] = (state, result)
+        return result
+
+    def _resized(self, rows: int, columns: int) -> Tensor:
+        table = self.position_embedding.weight
         square = table.float().reshape(1, self.grid, self.grid, -1).permute(0, 3, 1, 2)
         if (rows, columns) != (self.grid, self.grid):
             square = functional.interpolate(
                 square, size=(rows, columns), mode="bilinear", align_corners=False, antialias=True
             )
-        result = square.reshape(square.shape[1], rows * columns).t().to(table.dtype).contiguous()
-        if keep:
-            self._positions[(rows, columns)] = (state, result)
-        return result
+        return square.reshape(square.shape[1], rows * columns).t().to(table.dtype).contiguous()
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed images (N, 3, H, W) of one size as tokens (N, P, D)."""

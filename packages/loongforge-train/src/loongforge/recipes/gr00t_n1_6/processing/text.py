@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, Protocol, cast
 
@@ -119,17 +118,30 @@ class FolderTokenizer:
 
 
 class PromptBuilder:
-    """Token ids of whole prompts; equal instructions are tokenised once."""
+    """Token ids of whole prompts; equal instructions are tokenised once.
+
+    Travels to worker processes without what it has cached.
+    """
+
+    CACHED = 4096
+    """Instructions that are remembered; more of them start the memory anew."""
 
     def __init__(self, tokenizer: PromptTokenizer, *, formalise_language: bool = True) -> None:
         self.tokenizer = tokenizer
         self.formalise_language = formalise_language
-        self._ids = lru_cache(maxsize=4096)(self._build)
+        self._known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def ids(self, instruction: str, image_tokens: Sequence[int]) -> list[int]:
         """Return the prompt of ``instruction`` with images of ``image_tokens`` tokens each."""
-        return list(self._ids(instruction, tuple(image_tokens)))
+        key = (instruction, tuple(image_tokens))
+        known = self._known.get(key)
+        if known is None:
+            text = formalise(instruction) if self.formalise_language else instruction
+            known = self.tokenizer.encode(chat_prompt(text, image_tokens))
+            if len(self._known) >= self.CACHED:
+                self._known.clear()
+            self._known[key] = known
+        return list(known)
 
-    def _build(self, instruction: str, image_tokens: tuple[int, ...]) -> tuple[int, ...]:
-        text = formalise(instruction) if self.formalise_language else instruction
-        return tuple(self.tokenizer.encode(chat_prompt(text, image_tokens)))
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_known": {}}
