@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loongforge_comm import CommPlan, Curve, GradientSpec, LinkModel, plan_buckets
+from loongforge_comm.link import Correction
 from loongforge_comm.planner import cost_curve, segment
 
 
@@ -171,3 +172,14 @@ def test_noisy_measurements_become_monotone() -> None:
     assert curve.predict(np.asarray([0.0, 8.0])).tolist() == pytest.approx([1.0, 7.0])
     again = LinkModel.from_json(LinkModel(world_size=2, backend="gloo", curves={"ring": curve}).to_json())
     assert again.curves["ring"] == curve
+
+
+def test_correction_learns_offset_and_factor_despite_outliers() -> None:
+    idle = [0.3, 5.0, 9.0, 18.0, 36.0]
+    seen = [1.5 * v + 2.0 for v in idle]
+    seen[2] += 40.0
+    fitted = Correction.fit(idle, seen)
+    assert (fitted.offset_ms, fitted.factor) == pytest.approx((2.0, 1.5), rel=0.1)
+    link = LinkModel.from_alpha_beta(1.0, 1.0).corrected({"ring": Correction(offset_ms=3.0, factor=2.0)})
+    assert link.curves["ring"].alpha_ms == pytest.approx(5.0)
+    assert Correction.fit([1.0], [0.5]) == Correction()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongforge_comm.algorithms import ALGORITHMS
-from loongforge_comm.internals import cuda_event, cuda_stream
+from loongforge_comm.internals import abort_group, cuda_event, cuda_stream
 
 
 @dataclass(kw_only=True)
@@ -210,6 +210,12 @@ class Channels:
             )
             self._thread.start()
         self._jobs.put(job)  # type: ignore[union-attr]
+
+    def abort_device_groups(self) -> None:
+        """End collectives that a device waits in for ever (NCCL), so that the host gets control back."""
+        for group in (self.ring, self.peers, *self._named.values()):
+            if "nccl" in str(dist.get_backend_config(group)).lower():
+                abort_group(group)
 
     def close(self) -> None:
         """End the thread. Process groups stay with torch until it is shut down."""

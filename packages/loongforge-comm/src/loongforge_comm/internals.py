@@ -95,3 +95,13 @@ def ignore_in_stock_ddp(model: torch.nn.Module, names: list[str]) -> None:
     """
     mark = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     mark(model, names)  # type: ignore[no-untyped-call]
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Abort the device communicators of a group; torch has no public call for one group (2.9 to 2.14)."""
+    backend = group._get_backend(torch.device("cuda"))
+    for name in ("abort", "_abort"):
+        end = getattr(backend, name, None)
+        if callable(end):
+            end()
+            return

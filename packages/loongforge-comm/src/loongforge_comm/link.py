@@ -116,6 +116,27 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Correction:
+    """How collectives in training differ from the idle link: ``offset_ms + factor * idle``.
+
+    The offset is what a collective waits for a processor while backward runs; the factor is shared bandwidth.
+    """
+
+    offset_ms: float = 0.0
+    factor: float = 1.0
+
+    @classmethod
+    def fit(cls, idle_ms: Sequence[float], seen_ms: Sequence[float]) -> Correction:
+        """Median of pairwise slopes (0.7 to 2), then the median remainder as offset, never negative."""
+        idle, seen = np.asarray(idle_ms, dtype=np.float64), np.asarray(seen_ms, dtype=np.float64)
+        a, b = np.triu_indices(len(idle), k=1)
+        wide = np.abs(idle[a] - idle[b]) > 0.2 * np.maximum(idle[a], idle[b])
+        slopes = (seen[a] - seen[b])[wide] / (idle[a] - idle[b])[wide]
+        factor = float(np.clip(np.median(slopes), 0.7, 2.0)) if len(slopes) >= 3 else 1.0
+        return cls(offset_ms=max(0.0, float(np.median(seen - factor * idle))), factor=factor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkModel:
     """Measured or assumed times of the collectives of one process group.
 
@@ -172,19 +193,14 @@ class LinkModel:
                     best, best_ms = name, ms
         return best
 
-    def scaled(self, factor: float) -> LinkModel:
-        """The model with all times multiplied: how bucket times seen in training correct the idle
-        measurement.
-        """
-        return LinkModel(
-            world_size=self.world_size,
-            backend=self.backend,
-            curves={name: curve.scaled(factor) for name, curve in self.curves.items()},
-            fingerprint=self.fingerprint,
-            source=self.source,
-            launch_ms=self.launch_ms,
-            notes=self.notes,
-        )
+    def corrected(self, corrections: Mapping[str, Correction]) -> LinkModel:
+        """The model as seen in training: each strategy's times stretched and shifted by its correction."""
+        curves = dict(self.curves)
+        for name, correction in corrections.items():
+            if name in curves:
+                ms = tuple(correction.offset_ms + correction.factor * v for v in curves[name].ms)
+                curves[name] = replace(curves[name], ms=ms)
+        return replace(self, curves=curves)
 
     def to_json(self) -> str:
         """Versioned JSON text."""

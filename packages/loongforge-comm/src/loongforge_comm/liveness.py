@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +82,7 @@ class Liveness:
         self._count = 0
         self._answered = now
         self._stop = threading.Event()
+        self.on_silent: Callable[[tuple[int, ...]], None] | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -98,6 +99,12 @@ class Liveness:
     def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
             self._round()
+            quiet = tuple(
+                r for r in self.silent() if self.beats.get(r) is None or self.beats[r].state != "closed"
+            )
+            if quiet and self.on_silent is not None:
+                report, self.on_silent = self.on_silent, None
+                report(quiet)
 
     def _round(self) -> None:
         try:

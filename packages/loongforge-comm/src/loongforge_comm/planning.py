@@ -12,7 +12,7 @@ from torch import nn
 from loongforge_comm.config import SchedulerConfig
 from loongforge_comm.gradients import gradient_specs, trainable_parameters
 from loongforge_comm.groups import apply_overrides, load_overrides
-from loongforge_comm.link import LinkModel
+from loongforge_comm.link import Correction, LinkModel
 from loongforge_comm.measure import measure_channels
 from loongforge_comm.plan import CommPlan
 from loongforge_comm.planner import plan_buckets
@@ -21,8 +21,6 @@ from loongforge_comm.telemetry import Telemetry
 
 LOG = logging.getLogger("loongforge_comm")
 KEPT_BACKWARDS = 8
-SCALE_LIMITS = (0.7, 2.0)
-"""How far bucket times seen in training may correct the idle link measurement."""
 
 
 class Planning:
@@ -31,6 +29,7 @@ class Planning:
     Attributes:
         link: cost model, measured at the first plan unless given.
         strategy: ``hybrid`` or ``simple``.
+        corrections: what training showed about the link, by strategy; kept over rebuilds.
         predicted: ready times by name to start from, ``None`` for the reverse registration order.
         analyses: plans made from scratch (a resumed run makes none).
         rebuilds: plans remade from measured times or after a change.
@@ -51,6 +50,7 @@ class Planning:
         self.link = link
         self.strategy: str = config.strategy
         self.predicted = dict(predicted) if predicted is not None else None
+        self.corrections: dict[str, Correction] = {}
         self.analyses = 0
         self.rebuilds = 0
 
@@ -62,25 +62,23 @@ class Planning:
     def remake(
         self, plan: CommPlan, fires: Mapping[str, int], telemetry: Telemetry, *, step: int, reason: str
     ) -> CommPlan:
-        """A new plan (collective): ready times are the mean over ranks of each rank's median, and the link is
-        corrected
-        by the smallest ratio of measured to predicted collective time over ranks.
+        """A new plan (collective).
+
+        Ready times are the mean over ranks of each rank's median; the link is corrected by the bucket times
+        seen.
         """
         names = [spec.name for spec in plan.gradients]
-        parts = self._team.agreement.exchange(
-            "ready-times", [self._times(names), self._scale(plan, telemetry)]
-        )
+        mine = {str(index): ms for index, ms in telemetry.bucket_ms().items()}
+        parts = self._team.agreement.exchange("ready-times", [self._times(names), mine])
         pairs = [part for part in parts if isinstance(part, list)]
         tables = [times for times, _ in pairs if times]
-        scales = [float(scale) for _, scale in pairs if scale]
-        low, high = SCALE_LIMITS
-        scale = min(max(min(scales), low), high) if scales else 1.0
+        self._correct(plan, [table for _, table in pairs])
         if tables:
             ready = {name: sum(t[i] for t in tables) / len(tables) for i, name in enumerate(names)}
             source = "measured"
         else:
             ready, source = {spec.name: spec.ready_ms for spec in plan.gradients}, plan.source
-        made = self._make(ready, fires, source, step=step, scale=scale)
+        made = self._make(ready, fires, source, step=step)
         self.rebuilds += 1
         self._history = []
         LOG.info("plan %s rebuilt at step %d (%s)", made.hash, step, reason)
@@ -114,7 +112,6 @@ class Planning:
         source: str,
         *,
         step: int,
-        scale: float = 1.0,
     ) -> CommPlan:
         """Compute on the first rank and hand the text to the others, so that rounding cannot split the
         ranks.
@@ -126,7 +123,7 @@ class Planning:
             specs = apply_overrides(specs, load_overrides(self._config.group_overrides))
             text = plan_buckets(
                 tuple(replace(spec, fires=fires.get(spec.name, spec.fires)) for spec in specs),
-                link.scaled(scale) if scale != 1.0 else link,
+                link.corrected(self.corrections),
                 strategy=self.strategy,
                 simple_bucket_mib=self._config.simple_bucket_mib,
                 max_bucket_mib=self._config.max_bucket_mib,
@@ -155,11 +152,19 @@ class Planning:
         last = median(max(times.values()) for times in kept)
         return [median([times[n] for times in kept if n in times] or [last]) for n in names]
 
-    def _scale(self, plan: CommPlan, telemetry: Telemetry) -> float | None:
-        """Measured over predicted collective time, summed over buckets; ``None`` without measurements."""
-        if self.link is None:
-            return None
-        seen = telemetry.bucket_ms()
-        buckets = {b.index: b for b in plan.buckets}
-        predicted = sum(self.link.predict_ms(buckets[i].strategy, buckets[i].nbytes) for i in seen)
-        return sum(seen.values()) / predicted if predicted > 0 else None
+    def _correct(self, plan: CommPlan, tables: Sequence[Mapping[str, float]]) -> None:
+        """Learn from the bucket times of all ranks: the minimum over ranks leaves waiting for stragglers
+        out.
+        """
+        if self.link is None or not tables:
+            return
+        pairs: dict[str, list[tuple[float, float]]] = {}
+        for bucket in plan.buckets:
+            seen = [table[str(bucket.index)] for table in tables if str(bucket.index) in table]
+            if len(seen) == len(tables) and bucket.nbytes:
+                idle = self.link.predict_ms(bucket.strategy, bucket.nbytes)
+                pairs.setdefault(bucket.strategy, []).append((idle, min(seen)))
+        for strategy, points in pairs.items():
+            self.corrections[strategy] = Correction.fit(
+                [idle for idle, _ in points], [ms for _, ms in points]
+            )

@@ -305,6 +305,7 @@ class GradientScheduler:
             )
             raise RuntimeError(msg)
         label = self._steps if step is None else step
+        self._team.waiter.check()
         self._team.at_step(label)
         due = self._planning.rebuild_due(reducer.plan, self._steps)
         if reducer.take_request() or due:

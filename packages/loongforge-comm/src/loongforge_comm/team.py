@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from loongforge_comm.config import SchedulerConfig, agreed_settings
 from loongforge_comm.liveness import Liveness
 from loongforge_comm.waiting import BucketWaiter
 
+LOG = logging.getLogger("loongforge_comm")
 _instances: Counter[tuple[int, ...]] = Counter()
 
 
@@ -53,11 +55,21 @@ class Team:
             self.ranks, timeout_s=config.timeout_s, nccl_algorithms=config.nccl_algorithms
         )
         self.waiter = BucketWaiter(self.liveness, timeout_s=config.timeout_s)
+        if self.liveness is not None:
+            self.liveness.on_silent = self._silent
 
     @property
     def first(self) -> bool:
         """Whether this is the group's first rank, which computes what all use."""
         return self.rank == self.ranks[0]
+
+    def _silent(self, ranks: tuple[int, ...]) -> None:
+        """Runs in the heartbeat thread. A host that waits in a device call can only be freed from here."""
+        if not self.waiter.on_device or self.liveness is None:
+            return  # on CPU the waiting thread itself sees the heartbeats
+        LOG.error("%s", self.waiter.message("a rank is silent", ranks, 0.0))
+        self.waiter.lost = ranks
+        self.channels.abort_device_groups()
 
     def at_step(self, step: int) -> None:
         """Step number for messages and heartbeats."""

@@ -20,66 +20,73 @@ class BucketWaiter:
         self._timeout_s = timeout_s
         self.plan: CommPlan | None = None
         self.step = 0
+        self.on_device = False
+        self.lost: tuple[int, ...] = ()
+        self._index = 0
 
     def wait(self, index: int, flight: Flight) -> None:
-        """Return when the bucket has landed.
+        """Return when the bucket has landed (CUDA: when the current stream will wait for it).
 
         Raises:
             RankFailureError: naming rank, bucket, group and time.
         """
         begin = time.monotonic()
+        self._index = index
+        self.on_device = flight.stream is not None
         if self._liveness is not None:
             self._liveness.bucket = index
         while True:
+            self.check()
             try:
                 if flight.wait(SLICE_S):
                     return
             except RuntimeError as error:
-                raise self._failure(index, begin, "the connection broke", error) from error
-            waited = time.monotonic() - begin
+                raise self._failure(begin, "the connection broke", error) from error
             silent = self._liveness.silent() if self._liveness is not None else ()
             if silent:
-                raise self._failure(index, begin, "a rank is silent", None, silent)
-            if waited > self._timeout_s:
-                raise self._failure(index, begin, f"the limit of {self._timeout_s:g} s passed", None)
+                raise self._failure(begin, "a rank is silent", None, silent)
+            if time.monotonic() - begin > self._timeout_s:
+                raise self._failure(begin, f"the limit of {self._timeout_s:g} s passed", None)
 
-    def _failure(
-        self,
-        index: int,
-        begin: float,
-        what: str,
-        error: RuntimeError | None,
-        silent: tuple[int, ...] = (),
-    ) -> RankFailureError:
-        ranks = silent or self._find_silent()
-        elapsed = time.monotonic() - begin
-        bucket = self.plan.buckets[index] if self.plan is not None else None
-        where = f"bucket {index}"
+    def check(self) -> None:
+        """Raise when the heartbeat thread has given up on a rank (CUDA, where the host does not wait for
+        buckets).
+        """
+        if self.lost:
+            raise self._failure(time.monotonic(), "a rank was lost", None, self.lost)
+
+    def message(self, what: str, ranks: tuple[int, ...], elapsed_s: float) -> str:
+        """The sentence with step, bucket, group, time and ranks."""
+        bucket = self.plan.buckets[self._index] if self.plan is not None else None
+        where = f"bucket {self._index}"
         if bucket is not None:
             first = bucket.pieces[0].name if bucket.pieces else "-"
             where += (
                 f" (group {bucket.group}, {bucket.strategy}, {bucket.nbytes / 2**20:.3f} MiB from {first})"
             )
-        if ranks and self._liveness is not None:
-            who = ", ".join(self._liveness.describe(rank) for rank in ranks)
-        elif self._liveness is not None and self._liveness.store_silent_s > self._liveness.timeout_s / 2:
-            who = f"unknown rank: the store has not answered for {self._liveness.store_silent_s:.1f} s either"
-        elif self._liveness is not None:
+        live = self._liveness
+        if ranks and live is not None:
+            who = ", ".join(live.describe(rank) for rank in ranks)
+        elif live is not None and live.store_silent_s > live.timeout_s / 2:
+            who = f"unknown rank: the store has not answered for {live.store_silent_s:.1f} s either"
+        elif live is not None:
             who = "no silent rank: all ranks send heartbeats, one may be slow or in another collective"
         else:
             who = "unknown rank (heartbeats are off)"
+        return f"step {self.step}, {where}: {what} after {elapsed_s:.1f} s, waiting for {who}"
+
+    def _failure(
+        self, begin: float, what: str, error: RuntimeError | None, silent: tuple[int, ...] = ()
+    ) -> RankFailureError:
+        ranks = silent or self._find_silent()
+        elapsed = time.monotonic() - begin
+        text = self.message(what, ranks, elapsed)
+        if error is not None:
+            text += f"; backend: {str(error).splitlines()[0][:200]}"
         if self._liveness is not None:
             self._liveness.fail(ranks)
-        msg = f"step {self.step}, {where}: {what} after {elapsed:.1f} s, waiting for {who}"
-        if error is not None:
-            msg += f"; backend: {str(error).splitlines()[0][:200]}"
-        return RankFailureError(
-            msg,
-            ranks=ranks,
-            bucket=index,
-            group=bucket.group if bucket is not None else None,
-            elapsed_s=elapsed,
-        )
+        group = self.plan.buckets[self._index].group if self.plan is not None else None
+        return RankFailureError(text, ranks=ranks, bucket=self._index, group=group, elapsed_s=elapsed)
 
     def _find_silent(self) -> tuple[int, ...]:
         """After an error: watch the heartbeats a little longer with a stricter limit to learn whose
