@@ -56,8 +56,7 @@ COLUMNS = (
     "graph_fused",
     "graph_fused_compile",
     "ours+adam",
-    "ours+adam+cudnn",
-    "ours+adam+cudnn+fp8",
+    "ours+adam+fp8",
     "compile_regions_1x16",
     "compile_1x16",
 )

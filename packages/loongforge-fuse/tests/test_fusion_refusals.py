@@ -179,6 +179,23 @@ def test_memory_is_predicted_before_any_backward():
     assert "MiB" in outcome.detail
 
 
+def test_predicting_memory_keeps_nothing_alive():
+    import weakref
+
+    from loongforge_fuse.fusion.memory import activation_bytes
+
+    class Watched(TinyVLA):
+        def forward(self, batch):
+            out = super().forward(batch)
+            sums = out["loss_sum"].exp()  # saves its own result for the backward pass
+            self.seen = weakref.ref(sums)
+            return {**out, "loss_sum": sums}
+
+    model = Watched()
+    assert activation_bytes(model, window_for(model)[0]) > 0
+    assert model.seen() is None
+
+
 def test_auto_takes_the_largest_divisor_that_fits_on_every_rank():
     model = TinyVLA()
     window = window_for(model, sizes=(4,) * 6)

@@ -225,6 +225,44 @@ class ReadsText(TinyVLA):
         return super().forward(batch)
 
 
+def test_earlier_eager_steps_and_a_fuser_with_prediction_do_not_spoil_a_capture():
+    ours, theirs = pair()
+    for seed in range(2):
+        plain(ours, drawn(ours, seed))
+    ours.zero_grad()
+    config = FusionConfig(fusion_batch_size="auto", accumulation_steps=2)
+    fuser = MicroBatchFuser(ours, config, executor=runner_for(ours))
+    for step in range(3):
+        window = [drawn(ours, 10 * step + i) for i in range(2)]
+        ours.zero_grad()
+        outcome = fuser.run(window, drawn=True)
+    assert outcome.graph, outcome.graph_reason
+    MicroBatchFuser(theirs, FusionConfig(fusion_batch_size=1)).run(window, drawn=True)
+    assert_same_gradients(ours, theirs)
+
+
+def test_after_failed_captures_other_shapes_are_captured():
+    class Sometimes(TinyVLA):
+        def forward(self, batch):
+            if len(batch["time"]) < 4:
+                float(batch["action"].sum())
+            return super().forward(batch)
+
+    ours, theirs = pair(Sometimes, dropout=0.0)
+    runner = runner_for(ours)
+    for samples in (2, 3, 2, 3, 4, 5, 4, 5, 4):
+        batch = drawn(ours, samples, samples=samples)
+        ours.zero_grad()
+        theirs.zero_grad()
+        result = runner.run(batch)
+        assert result.total.item() == pytest.approx(plain(theirs, batch), rel=1e-5)
+        assert_same_gradients(ours, theirs)
+    stats = runner.stats()
+    assert len(stats.failures) == 2
+    assert stats.captures == 2
+    assert all("first=True" in shape for shape in stats.failures)
+
+
 @pytest.mark.parametrize("kind", [ReadsValues, ReadsText])
 def test_failed_capture_falls_back_with_reason_and_leaves_nothing_changed(kind):
     model, other = pair(kind, dropout=0.5)

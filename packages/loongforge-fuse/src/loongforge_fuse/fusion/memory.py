@@ -10,13 +10,30 @@ from loongforge_fuse.protocol import Batch, unwrap
 
 
 def activation_bytes(model: nn.Module, batch: Batch) -> int:
-    """Return the bytes one forward pass keeps for its backward: distinct storages, parameters left out.
+    """Return the bytes one forward pass keeps for its backward.
 
     Runs the forward pass once in the present mode and throws the result away; random state is put back. On
-    CUDA the peak of the pass counts when it is higher, which includes workspaces.
+    CUDA this is the peak of the pass, workspaces included; elsewhere the distinct storages that autograd saves,
+    parameters and inputs left out.
     """
     inner = unwrap(model)
-    owned = {t.untyped_storage().data_ptr() for t in [*inner.parameters(), *inner.buffers()]}
+    devices = sorted({p.device.index or 0 for p in inner.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        if devices:
+            return _peak(inner, batch, devices[0])
+        return _saved(inner, batch)
+
+
+def _peak(model: nn.Module, batch: Batch, device: int) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    losses = forward_losses(model, batch)
+    del losses
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _saved(model: nn.Module, batch: Batch) -> int:
+    owned = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     owned.update(t.untyped_storage().data_ptr() for t in batch.values() if isinstance(t, Tensor))
     kept: dict[int, int] = {}
 
@@ -24,19 +41,13 @@ def activation_bytes(model: nn.Module, batch: Batch) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # Never the tensor itself: a node that saves its own output through a hook would hold itself for ever.
+        return tensor.detach()
 
-    devices = sorted({p.device.index or 0 for p in inner.parameters() if p.is_cuda})
-    before = 0
-    if devices:
-        torch.cuda.reset_peak_memory_stats(devices[0])
-        before = torch.cuda.memory_allocated(devices[0])
-    with torch.random.fork_rng(devices=devices), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        losses = forward_losses(inner, batch)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        losses = forward_losses(model, batch)
         total = sum(kept.values())
         del losses
-    if devices:
-        total = max(total, torch.cuda.max_memory_allocated(devices[0]) - before)
     return total
 
 

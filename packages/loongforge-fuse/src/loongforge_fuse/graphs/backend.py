@@ -106,8 +106,11 @@ class CudaBackend:
         torch leaves all three as they were inside the capture when ending it fails.
         """
         torch.cuda.set_stream(current)
+        failed = self._pool
+        # The failed capture may still count as recording into its pool; later ones get another.
+        self._pool = torch.cuda.graph_pool_handle()
         with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # noqa: SLF001 - no public way
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, failed)  # noqa: SLF001 - no public way
         # A capture that succeeds takes the default generator out of its capturing state.
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             torch.zeros(1, device=self._device)

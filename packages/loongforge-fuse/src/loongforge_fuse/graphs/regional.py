@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import _dynamo as dynamo
 from torch import nn
+
+RECOMPILE_LIMIT = 64
+"""Variants of one block: masks or none, modes, shapes. Beyond it torch falls back to eager without a word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,9 @@ def compile_regions(model: nn.Module, *, min_repeats: int = 2, mode: str | None 
         for index, child in enumerate(module):
             if kinds.count(type(child)) >= min_repeats and any(True for _ in child.children()):
                 chosen[f"{name}.{index}"] = child
+    limit = dynamo.config.recompile_limit
+    dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)
+    codes = {type(module).forward.__code__ for module in chosen.values()}
     for module in chosen.values():
         # An instance attribute: code objects of different classes then keep separate caches.
         module.forward = torch.compile(module.forward, dynamic=False, mode=mode)
@@ -51,5 +58,9 @@ def compile_regions(model: nn.Module, *, min_repeats: int = 2, mode: str | None 
     def undo() -> None:
         for module in chosen.values():
             module.__dict__.pop("forward", None)
+        for code in codes:
+            # Compiled code of a dropped region still counts towards the limit of its code object.
+            dynamo.eval_frame.reset_code(code)
+        dynamo.config.recompile_limit = limit
 
     return CompiledRegions(modules=tuple(chosen), undo=undo)

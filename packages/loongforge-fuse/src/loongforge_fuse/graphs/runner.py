@@ -336,7 +336,7 @@ class GraphRunner:
             graph_bytes=self._held(),
             eager=dict(self._eager),
             moved=dict(self._moved),
-            failures={str(key[0])[:300]: why for key, why in self._failed.items()},
+            failures={describe_key(key): why for key, why in self._failed.items()},
             padded=self._padded,
         )
 
@@ -347,4 +347,16 @@ def root_cause(error: BaseException) -> str:
     while (before := first.__cause__ or first.__context__) is not None:
         first = before
     lines = str(first).splitlines()
-    return f"{type(first).__name__}: {lines[0] if lines else ''}"
+    hint = ""
+    if "legacy stream" in str(first):
+        hint = " (an autograd graph of an earlier eager pass is still alive: detach stored losses)"
+    return f"{type(first).__name__}: {lines[0] if lines else ''}{hint}"
+
+
+def describe_key(key: tuple[Hashable, ...]) -> str:
+    """Return a short text for a shape key: the tensor shapes, and the place in the window."""
+    parts = key[0] if isinstance(key[0], tuple) else ()
+    shapes = [
+        f"{'.'.join(map(str, p[0]))}{list(p[2])}" for p in parts if isinstance(p, tuple) and p[1] == "tensor"
+    ]
+    return f"{', '.join(shapes)}; first={key[2]}, last={key[3]}"
