@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-
 from loongforge.recipes.gr00t_n1_6.config import (
     DiTConfig,
     GrootConfig,
@@ -22,6 +20,8 @@ from loongforge.recipes.gr00t_n1_6.config import (
 )
 from loongforge.recipes.gr00t_n1_6.initialise import build_on_meta, materialise, random_fill
 from loongforge.recipes.gr00t_n1_6.layout import layout_tokens
+from loongforge.recipes.gr00t_n1_6.slots import use_single_slot
+from torch import Tensor, nn
 
 TOKENS, STEPS, DIMS = 220, 16, 7
 
@@ -46,7 +46,12 @@ def config(*, tiny: bool = False, dropout: float | None = None) -> GrootConfig:
 
 
 def build(
-    *, tiny: bool = False, device: str = "cuda", seed: int = 0, masters: bool = False, dropout: float | None = None
+    *,
+    tiny: bool = False,
+    device: str = "cuda",
+    seed: int = 0,
+    masters: bool = False,
+    dropout: float | None = None,
 ) -> nn.Module:
     """Build the model in training mode.
 
@@ -63,7 +68,8 @@ def build(
     if not masters:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-    model.live_slots = (0,)
+    # One slot exists, so the layers need no look-up by embodiment.
+    use_single_slot(model, 0, live_only=True)
     return model.train()
 
 
@@ -83,7 +89,9 @@ def micro_batch(samples: int, *, model: nn.Module, device: str = "cuda", seed: i
     )
     head = cfg.head
     mask = torch.zeros(samples, head.action_horizon, head.max_action_dim)
-    for row, steps in enumerate(torch.randint(STEPS // 2, STEPS + 1, (samples,), generator=generator).tolist()):
+    for row, steps in enumerate(
+        torch.randint(STEPS // 2, STEPS + 1, (samples,), generator=generator).tolist()
+    ):
         mask[row, :steps, :DIMS] = 1
     batch: dict[str, Tensor] = {
         **layout.items(),
