@@ -151,3 +151,18 @@ def test_a_bad_video_is_named_or_skipped(root, tmp_path):
         skipped = [s.index for s in loader.skipped]
         assert loader.stats()["skipped_samples"] == len(skipped) > 0
     assert sorted(got + skipped) == list(range(51))
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+def test_real_robot_video_equals_the_reference_path_in_both_layouts(shared_data, shuffle):
+    """The same samples from v2.1 and v3.0, through workers, frame by frame."""
+    sets = [open_dataset(shared_data / name, episodes=(0, 1)) for name in ("g1_pick", "g1_pick_v30")]
+    camera = sets[0].cameras[0]
+    loaders = [ADFEDataLoader(s, 8, 2, shuffle=shuffle, seed=3) for s in sets]
+    for number, (old, new) in enumerate(zip(*loaders, strict=True)):
+        assert indices_of([old]) == indices_of([new])
+        np.testing.assert_array_equal(np.asarray(old[camera]), np.asarray(new[camera]))
+        if number < 3:
+            check(old, sets[0], [])
+    for loader in loaders:
+        loader.close()
