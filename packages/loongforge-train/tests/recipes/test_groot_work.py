@@ -200,10 +200,9 @@ def test_times_follow_the_beta_distribution(tiny_batch):
         beta_sample(4, 2.0, 3.0, device, torch.Generator())
 
 
-@pytest.mark.parametrize("frozen", ["float32", "bfloat16"])
-def test_the_whole_model_is_traced_in_one_graph(tiny_batch, frozen):
+def test_the_whole_model_is_traced_in_one_graph(tiny_batch):
     recipe = get_recipe("gr00t_n1_6_tiny")
-    model = recipe.build_model(recipe.options({"frozen_dtype": frozen}), 0)
+    model = recipe.build_model(recipe.options({"frozen_dtype": "bfloat16"}), 0)
     expected = model(tiny_batch)["loss"]
     traced = torch.compile(model, backend="aot_eager", fullgraph=True)
     found = traced(tiny_batch)["loss"]

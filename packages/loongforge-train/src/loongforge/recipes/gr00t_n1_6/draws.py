@@ -70,8 +70,11 @@ def draw_flow(
             raise ValueError(msg)
         parts = [_draw(1, shape, config, one, one.device, augment) for one in generator]
         drawn = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    moved = {n: v.to(action.device, non_blocking=True) for n, v in drawn.items() if n not in batch}
-    return {**batch, **moved}
+    fresh = {n: v for n, v in drawn.items() if n not in batch}
+    if action.device.type == "cpu" and action.is_pinned():
+        # A copy from pageable memory would wait for the device; the batch's other tensors do not.
+        return {**batch, **{n: v.pin_memory() for n, v in fresh.items()}}
+    return {**batch, **{n: v.to(action.device, non_blocking=True) for n, v in fresh.items()}}
 
 
 def _draw(
