@@ -8,6 +8,7 @@ from loongforge_comm.errors import (
     RankFailureError,
 )
 from loongforge_comm.gradients import GradientSpec, gradient_specs
+from loongforge_comm.interleave import branch_loads, order_branches
 from loongforge_comm.link import Curve, LinkModel
 from loongforge_comm.mdg import ModuleDependencyGraph, build_mdg
 from loongforge_comm.measure import measure_link
@@ -29,8 +30,10 @@ __all__ = [
     "PlanMismatchError",
     "RankFailureError",
     "SchedulerConfig",
+    "branch_loads",
     "build_mdg",
     "gradient_specs",
     "measure_link",
+    "order_branches",
     "plan_buckets",
 ]

@@ -25,7 +25,7 @@ from loongforge_comm.telemetry import StatusFile, Telemetry
 from loongforge_comm.watch import ModelWatch
 
 LOG = logging.getLogger("loongforge_comm")
-LATE_FIRST_GRADIENT = 0.9
+LATE_FIRST_GRADIENT = 0.8
 
 
 class GradientScheduler:
