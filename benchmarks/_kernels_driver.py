@@ -39,6 +39,11 @@ def main() -> None:
     scale = torch.ones(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     table = torch.randn(33, 128, device="cuda").to(torch.bfloat16)
     ops.head_norm_rope(heads, scale, table, table).float().sum().backward()
+    ops.linear(
+        heads.flatten(0, 2),
+        torch.ones(72, 128, device="cuda", dtype=torch.bfloat16),
+        torch.zeros(72, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+    ).float().sum().backward()
     images = torch.randint(0, 256, (2, 28, 56, 3), dtype=torch.uint8, device="cuda")
     ops.image_to_half(images)
     ops.image_to_half(images[:, :8, :1].contiguous())

@@ -44,6 +44,7 @@ def test_every_operator_passes_opcheck(key):
     opcheck(LIBRARY.norm, (x, g, w[None], w[None], True, False, 6, 1e-5, DOUBLE))
     opcheck(LIBRARY.norm, (x, None, g[:3], None, False, True, 2, 1e-5, DOUBLE))
     opcheck(LIBRARY.norm, (x, None, None, None, True, False, 6, 1e-5, torch.float32))
+    opcheck(LIBRARY.bias_grad, (double(5, 6).detach(),))
     opcheck(LIBRARY.head_norm_rope, (heads, w, angles.cos(), angles.sin(), 1e-6))
     opcheck(LIBRARY.image_to_half, (image, half, half, torch.bfloat16))
     opcheck(LIBRARY.masked_unfold, (double(28 * 14 * 3), table, None, 14, False, True, half, half, DOUBLE))
@@ -70,6 +71,12 @@ def test_gradients_are_exact_in_float64(key):
     angles = torch.randn(3, 5, 16, dtype=DOUBLE)
     heads = double(3, 5, 2, 16)
     assert gradcheck(lambda a, c: ops.head_norm_rope(a, c, angles.cos(), angles.sin()), (heads, w))
+
+
+def test_linear_equals_torch_with_all_gradients():
+    x, w, b = double(2, 3, 8), double(5, 8), double(5)
+    assert torch.equal(ops.linear(x, w, b), F.linear(x, w, b))
+    assert gradcheck(ops.linear, (x, w, b))
 
 
 def test_gradients_of_weights_and_modulation_together_are_exact():

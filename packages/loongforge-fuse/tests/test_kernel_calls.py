@@ -10,6 +10,7 @@ from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.ops import (
     _common,
     adamw,
+    bias,
     dropout,
     elementwise,
     image,
@@ -22,7 +23,7 @@ from loongforge_fuse.ops import (
 from torch import Tensor
 
 BF16 = torch.bfloat16
-MODULES = (_common, adamw, dropout, elementwise, image, norm, norm_launch, normalize, patches, rope)
+MODULES = (_common, adamw, bias, dropout, elementwise, image, norm, norm_launch, normalize, patches, rope)
 
 
 class Recorder:
@@ -183,6 +184,14 @@ def test_image_and_patch_calls_fit_their_kernels(seen):
     assert makers(seen) == {"image_planes", "image_table", "patch_runs", "patch_lines_backward"}
 
 
+def test_linear_sums_its_bias_gradient_by_one_launch(seen, monkeypatch):
+    monkeypatch.setattr(bias, "plain", lambda *tensors: True)
+    x, w, b = leaf(3, 5, 16), leaf(24, 16), leaf(24)
+    ops.linear(x, w, b).sum().backward()
+    assert makers(seen) == {"bias_sums"}
+    assert b.grad.shape == b.shape
+
+
 def test_head_norm_rope_calls_fit_their_kernels(seen):
     x, w, angles = leaf(2, 3, 4, 128), leaf(128), torch.randn(3, 128).to(BF16)
     ops.head_norm_rope(x, w, angles.cos(), angles.sin()).sum().backward()
@@ -191,7 +200,9 @@ def test_head_norm_rope_calls_fit_their_kernels(seen):
 
 
 def test_adamw_launches_norm_preparation_and_update_once_for_each_type(seen, monkeypatch):
-    monkeypatch.setattr(adamw, "_upload", lambda array, device: (torch.from_numpy(array), torch.empty(0)))
+    monkeypatch.setattr(
+        adamw._Uploader, "send", lambda self, array, device: (torch.from_numpy(array), torch.empty(0))
+    )
     monkeypatch.setattr(FusedAdamW, "_refusal", lambda self, slots: None)
     adamw._functions.cache_clear()
     params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 40000)]

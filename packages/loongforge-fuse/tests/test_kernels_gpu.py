@@ -344,6 +344,43 @@ def test_adamw_in_a_graph_reads_the_new_learning_rate():
     assert float(a.state[p]["step"]) == 11
 
 
+def test_adamw_is_captured_with_gradients_made_inside_the_graph():
+    p = torch.nn.Parameter(torch.ones(5000, 3, device="cuda"))
+    q = torch.nn.Parameter(torch.ones(5000, 3, device="cuda", dtype=torch.float64))
+    a, b = FusedAdamW([p], lr=torch.tensor(1e-2, device="cuda")), torch.optim.AdamW([q], lr=1e-2)
+    x = torch.randn(5000, 3, device="cuda")
+
+    def step() -> None:
+        p.grad = None
+        (p * x).square().sum().backward()
+        a.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        graph.replay()
+    for _ in range(6):
+        q.grad = None
+        (q * x).square().sum().backward()
+        b.step()
+    assert error(p.detach(), q.detach()) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 7, 816, 5000])
+@pytest.mark.parametrize("width", [8, 64, 1536, 6144, 4304])
+def test_linear_gives_the_bias_its_gradient(rows, width):
+    x, w, b = randn(rows, 64), randn(width, 64), randn(width)
+    compare(ops.linear, F.linear, [x, w, b])
+    assert used("bias_sums") == 1
+    no_fallback()
+
+
 def chain(x: Tensor, r: Tensor, w: Tensor, counter: Tensor) -> Tensor:
     y, total = ops.layer_norm_modulate(x, residual=r, weight=w, bias=w)
     z = ops.gelu_tanh(y, p=0.1, key=ops.philox_next(counter))

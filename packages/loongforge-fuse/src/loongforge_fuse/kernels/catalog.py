@@ -124,8 +124,11 @@ def image_kernels() -> Iterator[KernelSpec]:
 def optimizer_kernels() -> Iterator[KernelSpec]:
     """Variants of the optimizer and the random counter."""
     from loongforge_fuse.ops.adamw import norm_spec, prepare_spec, update_spec
+    from loongforge_fuse.ops.bias import bias_spec
     from loongforge_fuse.ops.dropout import tick_spec
 
+    for code in FLOATS:
+        yield bias_spec(code, code)
     yield tick_spec()
     yield prepare_spec()
     for g in FLOATS:

@@ -67,6 +67,25 @@ def bind_context(device: int) -> None:
     _check(_library().cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
 
 
+def copy_to_device(target: int, source: int, size: int, device: int) -> None:
+    """Queue a copy of `size` bytes from pinned memory on torch's current stream; legal in a graph capture.
+
+    Raises:
+        DriverError: the driver refused.
+    """
+    if _current_stream is None:
+        message = "this build of torch has no CUDA support"
+        raise DriverError(message)
+    library = _library()
+    code = library.cuMemcpyHtoDAsync_v2(
+        ctypes.c_void_p(target),
+        ctypes.c_void_p(source),
+        ctypes.c_size_t(size),
+        ctypes.c_void_p(_current_stream(device)),
+    )
+    _check(code, f"copying {size} bytes to device {device}")
+
+
 class Function:
     """One kernel on one device.
 

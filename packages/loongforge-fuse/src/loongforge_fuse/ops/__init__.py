@@ -6,6 +6,7 @@ numba nor a GPU.
 """
 
 from loongforge_fuse.ops._common import op_counters, reset_op_counters
+from loongforge_fuse.ops.bias import linear
 from loongforge_fuse.ops.dropout import dropout_residual, philox_counter, philox_next, series_probability
 from loongforge_fuse.ops.elementwise import cast_scale, gelu_tanh, silu_mul
 from loongforge_fuse.ops.image import image_table, image_table_to_half, image_to_half
@@ -22,6 +23,7 @@ __all__ = [
     "image_table_to_half",
     "image_to_half",
     "layer_norm_modulate",
+    "linear",
     "masked_patch_embed",
     "masked_unfold",
     "op_counters",

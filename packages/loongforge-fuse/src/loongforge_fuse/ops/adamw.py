@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loongforge_fuse.kernels.driver import Function
+from loongforge_fuse.kernels.driver import Function, copy_to_device
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec, Option
 from loongforge_fuse.ops._common import CODES, fell_back, kernel
@@ -96,10 +96,40 @@ def chunk_pairs(counts: Sequence[int]) -> np.ndarray:
     return np.stack((tensors, np.arange(tensors.size) - starts), axis=1).astype(np.int32)
 
 
-def _upload(array: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy to the device without waiting; the pinned source must be kept while a captured copy may run."""
-    source = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
-    return source.to(device, non_blocking=True), source
+class _Uploader:
+    """Copies tables to the device without waiting, and keeps spare pinned memory for a graph capture.
+
+    Inside a capture nothing may be pinned, so every eager upload leaves a spare of its size behind. The copy
+    is the driver's own: torch's pinned allocator records events that a capture does not allow.
+    """
+
+    def __init__(self) -> None:
+        self._spares: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+
+    def send(self, array: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the table on the device and its pinned source, which must live while a graph may replay.
+
+        Raises:
+            RuntimeError: the first step of this set of parameters is being captured.
+        """
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        key = (tuple(host.shape), host.dtype)
+        spares = self._spares.setdefault(key, [])
+        if not torch.cuda.is_current_stream_capturing():
+            if not spares:
+                spares.append(torch.empty(host.shape, dtype=host.dtype, pin_memory=True))
+            source = host.pin_memory()
+            return source.to(device, non_blocking=True), source
+        if not spares:
+            message = (
+                "FusedAdamW cannot be captured in its first step; run one step eagerly before the capture"
+            )
+            raise RuntimeError(message)
+        source = spares.pop()
+        source.copy_(host)
+        target = torch.empty(host.shape, dtype=host.dtype, device=device)
+        copy_to_device(target.data_ptr(), source.data_ptr(), source.nbytes, device.index or 0)
+        return target, source
 
 
 def _row(slot: Slot) -> tuple[int, ...]:
@@ -110,7 +140,9 @@ def _row(slot: Slot) -> tuple[int, ...]:
     return (*addresses, slot.param.numel(), slot.group, int(wide))
 
 
-def _build_tables(slots: Sequence[Slot], key: tuple[tuple[int, ...], ...], device: torch.device) -> _Tables:
+def _build_tables(
+    slots: Sequence[Slot], key: tuple[tuple[int, ...], ...], device: torch.device, uploader: _Uploader
+) -> _Tables:
     kinds: dict[tuple[str, str, str, bool], list[Slot]] = {}
     for slot in slots:
         codes = (CODES[slot.param.dtype], CODES[slot.grad.dtype], CODES[slot.exp_avg.dtype])
@@ -119,9 +151,9 @@ def _build_tables(slots: Sequence[Slot], key: tuple[tuple[int, ...], ...], devic
     launches, keep, partials = [], [], 0
     for kind, members in kinds.items():
         norm, _, update = _functions(index, *kind)
-        table, source = _upload(np.array([_row(s) for s in members], dtype=np.int64), device)
+        table, source = uploader.send(np.array([_row(s) for s in members], dtype=np.int64), device)
         pairs = chunk_pairs([s.param.numel() for s in members])
-        chunks, pair_source = _upload(pairs, device)
+        chunks, pair_source = uploader.send(pairs, device)
         keep += [source, pair_source]
         blocks = len(pairs)
         launches.append(
@@ -134,8 +166,8 @@ def _build_tables(slots: Sequence[Slot], key: tuple[tuple[int, ...], ...], devic
         key=key,
         launches=launches,
         partial=torch.empty(max(1, partials), device=device),
-        scalars=torch.zeros(4, device=device),
-        norm=torch.zeros((), device=device),
+        scalars=torch.empty(4, device=device),
+        norm=torch.empty((), device=device),
         keep=keep,
     )
 
@@ -147,9 +179,9 @@ class FusedAdamW(torch.optim.Optimizer):
     One step counter serves all parameters, so a parameter that gets its first gradient late is corrected
     for the steps it missed too. Gradients are read, never written: scaling and clipping happen on the fly.
 
-    In a CUDA graph, `step` may be captured after one eager step; gradients must then stay at their addresses
-    (``zero_grad(set_to_none=False)``). Learning rates are read from the device: call `refresh` before a
-    replay when a group's number changed, or make ``group["lr"]`` a tensor.
+    In a CUDA graph, `step` may be captured after one eager step; gradients must stay at the addresses they
+    have in the capture, and this optimizer must outlive the graph. Learning rates are read from the device:
+    call `refresh` before a replay when a number changed, or make ``group["lr"]`` a tensor.
 
     Args:
         params: parameters or groups, as for any optimizer; on one device.
@@ -199,6 +231,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self.grad_norm: Tensor | None = None
         self._tables: _Tables | None = None
+        self._uploader = _Uploader()
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._sent: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
         self._step: Tensor | None = None
@@ -347,7 +380,7 @@ class FusedAdamW(torch.optim.Optimizer):
     ) -> None:
         key = tuple(starmap(_address_key, slots))
         if self._tables is None or self._tables.key != key:
-            self._tables = _build_tables(slots, key, device)
+            self._tables = _build_tables(slots, key, device, self._uploader)
         tables = self._tables
         index = device.index if device.index is not None else torch.cuda.current_device()
         group = self.param_groups[0]

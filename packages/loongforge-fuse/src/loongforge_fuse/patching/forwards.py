@@ -111,7 +111,7 @@ def dit_block(
 ) -> Tensor:
     """Modulated norm, attention, norm, feed-forward, with all four dropouts folded into three passes."""
     attention, (project, middle, last, after) = module.attn1, module.ff.net
-    scale, shift = module.norm1.linear(activated_time).chunk(2, dim=-1)
+    scale, shift = _linear(module.norm1.linear, activated_time).chunk(2, dim=-1)
     kind = _linear_input(x)
     normed = ops.layer_norm_modulate(x, scale=scale, shift=shift, eps=1e-5, dtype=kind)
     attended = _attend(attention, normed, normed if memory is None else memory, bias)
@@ -124,8 +124,24 @@ def dit_block(
         normed = ops.layer_norm_modulate(x, eps=1e-5, dtype=kind)
     else:
         normed, x = ops.layer_norm_modulate(x, residual=attended, eps=1e-5, dtype=kind)
-    inner = ops.gelu_tanh(project.proj(normed), p=chances[1], key=_pick(keys, 1))
-    return ops.dropout_residual(last(inner), x, p=chances[2], key=_pick(keys, 2))
+    inner = ops.gelu_tanh(_linear(project.proj, normed), p=chances[1], key=_pick(keys, 1))
+    return ops.dropout_residual(_linear(last, inner), x, p=chances[2], key=_pick(keys, 2))
+
+
+def _linear(module: Module, x: Tensor) -> Tensor:
+    """Call a linear layer; a trainable bias gets its gradient from our kernel where that is safe."""
+    bias = module.bias
+    if (
+        bias is not None
+        and bias.requires_grad
+        and torch.is_grad_enabled()
+        and type(module) is nn.Linear
+        and bias.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)  # noqa: SLF001
+    ):
+        return ops.linear(x, module.weight, bias)
+    return module(x)
 
 
 def _pick(keys: Tensor | None, row: int) -> Tensor | None:
@@ -135,12 +151,12 @@ def _pick(keys: Tensor | None, row: int) -> Tensor | None:
 def _attend(module: Module, x: Tensor, memory: Tensor, bias: Tensor | None) -> Tensor:
     """Multi-head attention and output projection, without the dropout that follows."""
     b, t, d = x.shape
-    q = module.to_q(x).view(b, t, module.heads, -1).transpose(1, 2)
-    k = module.to_k(memory).view(b, memory.shape[1], module.heads, -1).transpose(1, 2)
-    v = module.to_v(memory).view(b, memory.shape[1], module.heads, -1).transpose(1, 2)
+    q = _linear(module.to_q, x).view(b, t, module.heads, -1).transpose(1, 2)
+    k = _linear(module.to_k, memory).view(b, memory.shape[1], module.heads, -1).transpose(1, 2)
+    v = _linear(module.to_v, memory).view(b, memory.shape[1], module.heads, -1).transpose(1, 2)
     mask = None if bias is None else bias.to(q.dtype).expand(b, module.heads, t, -1)
     mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return module.to_out[0](mixed.transpose(1, 2).reshape(b, t, d))
+    return _linear(module.to_out[0], mixed.transpose(1, 2).reshape(b, t, d))
 
 
 def is_tanh_gelu(value: object) -> bool:
