@@ -59,7 +59,8 @@ class MemoryConfig:
         grow_mb: smallest growth in MiB (default 256); 0 never grows beyond ``pool_gb``.
         limit_gb: most GiB ever taken from the device; ``None`` (default) is no limit of our own.
         watch_steps: steps whose tensors are traced one by one in Python (default 1 in mode advisor). A traced
-            step is several times slower than a normal one; later steps cost nothing.
+            step is several times slower than a normal one; later steps cost nothing. Mode global on the host
+            traces every step, because nothing else tells it what is allocated; 0 turns that off.
         plan: replay a profiled step (default True); False leaves run fit alone, for comparison.
         timing: time every allocation and free of our allocator (default True, about 50 ns a call).
     """
