@@ -28,6 +28,7 @@ def with_switch(groot_reference, **work):
         ({"skip_logits": False}, 0.0),
         ({"frozen_without_autograd": False}, 0.0),
         ({"recompute": True}, 0.0),
+        ({"offload": True}, 0.0),
         ({"keep_unused": False}, 0.0),
         # Another set of keys goes through another summation order.
         ({"split_cross_attention": False}, 2e-6),

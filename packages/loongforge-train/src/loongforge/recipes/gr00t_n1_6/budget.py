@@ -104,6 +104,10 @@ def _activations(config: GrootConfig, batch: int, tokens: int) -> int:
     # Keys and values of the cross-attention half of the blocks.
     memory = 0 if config.work.recompute else batch * tokens * config.dit.layers // 2 * 2 * config.dit.width
     vision = batch * tokens * 4 * config.vision.mlp_size * 4
+    if config.work.offload:
+        # One block's worth stays on the device.
+        blocks = max(1, language_layers + config.dit.layers)
+        return vision + 2 * (language + dit + memory) // blocks
     return 2 * (language + dit + memory) + vision
 
 
@@ -117,7 +121,7 @@ def plan_memory(
     live_slots: bool = True,
     rank: int = 64,
 ) -> MemoryPlan:
-    """Switch on what makes a run fit ``budget_gb``, cheapest first: drop unused tensors, recompute, adapters.
+    """Switch on what makes a run fit ``budget_gb``: drop unused tensors, recompute, offload, adapters.
 
     Args:
         config: Model configuration as asked for.
@@ -143,6 +147,7 @@ def plan_memory(
     for name, change in (
         ("drop_unused", {"keep_unused": False}),
         ("recompute", {"recompute": True}),
+        ("offload", {"offload": True}),
         ("adapters", {}),
     ):
         if fits(current):
@@ -153,12 +158,13 @@ def plan_memory(
             lora = replace(lora, rank=rank, alpha=float(rank))
         steps.append(name)
         current = estimate(config, lora)
-    if "adapters" in steps and "recompute" in steps:
-        # Adapters may have freed so much that storing activations fits after all.
-        stored = replace(config, work=replace(config.work, recompute=False))
-        if fits(estimate(stored, lora)):
-            config, current = stored, estimate(stored, lora)
-            steps.remove("recompute")
+    for slow in ("offload", "recompute"):
+        # A later step may have freed so much that an earlier, slower one is not needed after all.
+        if slow in steps[:-1]:
+            without = replace(config, work=replace(config.work, **{slow: False}))
+            if fits(estimate(without, lora)):
+                config, current = without, estimate(without, lora)
+                steps.remove(slow)
     if not fits(current):
         msg = (
             f"the run needs about {current.table()['total']} GiB with {', '.join(steps)}, the budget is "

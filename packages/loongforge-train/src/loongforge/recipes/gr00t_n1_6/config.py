@@ -177,6 +177,7 @@ class WorkConfig:
         frozen_without_autograd: Run everything below the first trainable layer under ``no_grad``.
         split_cross_attention: Cross-attention reads only the half (text or image) that its mask keeps.
         recompute: Recompute the activations of trainable blocks in backward instead of storing them.
+        offload: Keep what backward needs in pinned host memory; not together with CUDA graphs.
         keep_unused: Hold the stored but never used tensors (pooling head, LM head) in memory.
     """
 
@@ -184,6 +185,7 @@ class WorkConfig:
     frozen_without_autograd: bool = True
     split_cross_attention: bool = True
     recompute: bool = False
+    offload: bool = False
     keep_unused: bool = True
 
 

@@ -283,6 +283,13 @@ class GrootModel(nn.Module):
 
         The loss is one ratio over the whole batch: masked squared error / (valid elements + 1e-6).
         """
+        if self.work.offload and torch.is_grad_enabled():
+            pin = tensor(batch, "action").device.type == "cuda"
+            with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+                return self._loss(batch)
+        return self._loss(batch)
+
+    def _loss(self, batch: Batch) -> dict[str, Tensor]:
         batch = self.canonical(batch)
         if "noise" not in batch or "time" not in batch:
             batch = self.draw(batch)
