@@ -8,8 +8,8 @@ gradient clipping, in one process on one GPU. Columns:
 * ``graph_4x4``, ``graph_fused``: the same two, replayed as CUDA graphs, optimizer inside;
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
-  weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash``
-  attention first, ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the
+  weights with float32 masters in it instead of float32 weights under autocast, ``overlap``
+  the optimizer's step beside the next pass's frozen prefix, ``cudnn`` or ``flash`` attention first, ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the
   numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
@@ -56,7 +56,8 @@ COLUMNS = (
     "graph_fused",
     "graph_fused_compile",
     "ours+adam",
-    "ours+adam+fp8",
+    "ours+adam+overlap",
+    "ours+adam+overlap+fp8",
     "compile_regions_1x16",
     "compile_1x16",
 )
@@ -139,13 +140,15 @@ def graph_step(
     regional: bool,
     stack: contextlib.ExitStack,
     optimizer: torch.optim.Optimizer | None = None,
+    overlap: bool = False,
 ) -> Callable[[], Tensor]:
     """Graphed steps, clip and optimizer inside the graph."""
     runner = GraphRunner(
         bench.model,
         GraphConfig(
             mode="auto" if bench.device == "cuda" else "emulated",
-            gradients="overwrite" if factor == MICRO else "accumulate",
+            gradients="overwrite" if factor == MICRO and not overlap else "accumulate",
+            overlap_optimizer=overlap,
             zero_in_graph=True,
             max_norm=CLIP,
             compile=regional,
@@ -184,8 +187,12 @@ def build_column(name: str, bench: Bench, stack: contextlib.ExitStack) -> Callab
     if name == "graph_fused_compile":
         return graph_step(bench, factor=MICRO, regional=True, stack=stack)
     if name.split("+")[0] == "ours":
-        optimizer = optimise(bench, stack, set(name.split("+")[1:]))
-        return graph_step(bench, factor=MICRO, regional=True, stack=stack, optimizer=optimizer)
+        options = set(name.split("+")[1:])
+        optimizer = optimise(bench, stack, options - {"overlap"})
+        overlap = "overlap" in options
+        return graph_step(
+            bench, factor=MICRO, regional=True, stack=stack, optimizer=optimizer, overlap=overlap
+        )
     if name == "compile_regions_1x16":
         stack.callback(compile_regions(bench.model).undo)
         return plain_step(bench, [bench.large])

@@ -13,8 +13,8 @@ def activation_bytes(model: nn.Module, batch: Batch) -> int:
     """Return the bytes one forward pass keeps for its backward.
 
     Runs the forward pass once in the present mode and throws the result away; random state is put back. On
-    CUDA this is the peak of the pass, workspaces included; elsewhere the distinct storages that autograd saves,
-    parameters and inputs left out.
+    CUDA this is the peak of the pass, workspaces included; elsewhere the distinct storages that autograd
+    saves, parameters and inputs left out.
     """
     inner = unwrap(model)
     devices = sorted({p.device.index or 0 for p in inner.parameters() if p.is_cuda})

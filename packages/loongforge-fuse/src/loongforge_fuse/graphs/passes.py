@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,6 +19,7 @@ from loongforge_fuse.fusion.execute import (
 )
 from loongforge_fuse.graphs.backend import Outputs, Pass
 from loongforge_fuse.graphs.config import GraphConfig
+from loongforge_fuse.graphs.lagged import LaggedStep
 from loongforge_fuse.graphs.optimizer import OptimizerInGraph
 from loongforge_fuse.protocol import Batch
 
@@ -59,6 +61,10 @@ class StepPass:
             else None
         )
 
+        self.lagged: LaggedStep | None = None
+        if config.overlap_optimizer and self._optimizer is not None:
+            self.lagged = LaggedStep(model, self._optimizer, device)
+
     @property
     def relaxed(self) -> bool:
         """Whether capturing needs calls that the strict modes forbid."""
@@ -67,7 +73,8 @@ class StepPass:
     @property
     def clears(self) -> bool:
         """Whether the first pass of a window clears the gradients itself."""
-        return self._config.zero_in_graph or self._config.gradients == "overwrite"
+        config = self._config
+        return config.zero_in_graph or config.overlap_optimizer or config.gradients == "overwrite"
 
     def overwrites(self, *, first: bool, last: bool) -> bool:
         """Whether such a pass writes fresh gradient tensors instead of adding to those that are there."""
@@ -94,8 +101,12 @@ class StepPass:
         """
 
         def work() -> Outputs:
-            self._clear(first=first, last=last)
-            with self._autocast(static=static):
+            with contextlib.ExitStack() as stack:
+                if self.lagged is None:
+                    self._clear(first=first, last=last)
+                elif first and with_optimizer:
+                    stack.enter_context(self.lagged.beside(batch))
+                stack.enter_context(self._autocast(static=static))
                 losses = checked_forward(self._model, batch, weighting)
                 total = weighted_total(losses, weighting)
             if backward is not None:
@@ -106,7 +117,10 @@ class StepPass:
             with torch.no_grad():
                 finite = self._finite(total)
                 if last and with_optimizer and self._optimizer is not None:
-                    finite = self._optimizer.step(finite)
+                    if self.lagged is not None:
+                        self.lagged.set_due(finite)
+                    else:
+                        finite = self._optimizer.step(finite)
                 sums = per_micro_batch(losses.sums.detach().float(), weighting.sizes)
                 counts = per_micro_batch(losses.counts, weighting.sizes)
                 head = torch.stack([total.detach().float(), finite.float()])
