@@ -107,7 +107,6 @@ class Reducer:
         self._reset()
 
     # ---- life of one backward
-    # -------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         self._armed = False
@@ -248,7 +247,6 @@ class Reducer:
             self._reset()
 
     # ---- one bucket
-    # -----------------------------------------------------------------------------------------------
 
     def _launch(self, index: int) -> None:
         flat = self._store.buckets[index]
@@ -326,7 +324,6 @@ class Reducer:
         self._next = index + 1
 
     # ---- results
-    # --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _publish(self, *, captured: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from loongforge_comm import ddp
@@ -19,6 +19,7 @@ from loongforge_comm.link import LinkModel
 from loongforge_comm.modules import broadcast_model, broadcast_tensors, check_same_model, shared_buffers
 from loongforge_comm.plan import CommPlan
 from loongforge_comm.planning import Planning
+from loongforge_comm.rank_calls import RankCalls
 from loongforge_comm.reducer import BackwardRecord, Reducer
 from loongforge_comm.team import Team
 from loongforge_comm.telemetry import StatusFile, Telemetry
@@ -28,7 +29,7 @@ LOG = logging.getLogger("loongforge_comm")
 LATE_FIRST_GRADIENT = 0.8
 
 
-class GradientScheduler:
+class GradientScheduler(RankCalls):
     """Averages gradients beside backward, in planned buckets, with the numerics of stock DDP.
 
     Create it on every rank in the same order, keep calling the model itself, and call :meth:`step_end` after
@@ -147,7 +148,6 @@ class GradientScheduler:
         )
 
     # ---- plan
-    # -----------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> CommPlan:
@@ -214,7 +214,6 @@ class GradientScheduler:
         self._reducer = self._use(plan)
 
     # ---- during a step
-    # --------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,7 +256,6 @@ class GradientScheduler:
                 broadcast_tensors(buffers, self._team.channels.ring, self._team.ranks[0])
 
     # ---- step border
-    # ----------------------------------------------------------------------------------------------
 
     def switch_strategy(self, name: str) -> None:
         """Ask for ``simple`` or ``hybrid``; all ranks change at the step border after the request has
@@ -360,66 +358,6 @@ class GradientScheduler:
             "(for block in model.blocks: block.compile())",
             100 * share,
         )
-
-    # ---- ranks that stop early, slow checkpoints
-    # --------------------------------------------------------------------
-
-    def agree_continue(self, *, has_batch: bool, rule: str = "stop") -> bool:
-        """Agree whether the next step takes place when ranks may run out of data at different times.
-
-        Args:
-            has_batch: this rank has data for one more step.
-            rule: ``stop``: end for all as soon as one rank has none. ``join``: go on while one rank has data;
-                ranks
-                without call :meth:`shadow_step` in place of forward and backward, and averages divide by the
-                ranks
-                that had data.
-
-        Returns:
-            True when the step takes place. Costs one store exchange.
-        """
-        if rule not in ("stop", "join"):
-            msg = f"rule is {rule!r}, allowed are 'stop' and 'join'"
-            raise ValueError(msg)
-        if not self.active:
-            return has_batch
-        votes = [bool(vote) for vote in self._team.agreement.exchange("continue", has_batch)]
-        live = sum(votes)
-        if rule == "stop" or not live:
-            return all(votes)
-        self._ready_reducer().contributors = live
-        return True
-
-    def shadow_step(self) -> None:
-        """Take part in the step's collectives without data (see :meth:`agree_continue`)."""
-        if self.active and self._watch is not None:
-            if self.config.buffers == "forward":
-                self.sync_buffers()
-            for parameter in self._watch.hooked.values():
-                parameter.grad = None
-            self.reduce_now()
-
-    def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Wait for all ranks with a limit of its own, for example around a slow checkpoint of rank 0.
-
-        Uses the store, not the collective library, so it does not count against ``timeout_s`` of the buckets.
-        """
-        if self.active:
-            self._team.agreement.exchange(f"barrier/{name}", 1, timeout_s=timeout_s)
-
-    def agree_found_inf(self, found_inf: Tensor) -> None:
-        """Make an overflow on one rank count on all, in place (needed only with local parameters)."""
-        if self.active:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._team.channels.ring)
-
-    def gather_local(self) -> dict[str, list[Tensor]]:
-        """All-gather the parameters that stay per rank: name to one tensor per rank, for checkpoints."""
-        if not self.active:
-            return {}
-        return saved_state.gather_local(self._model, self.config.local_parameters, self._team.channels.peers)
-
-    # ---- state
-    # ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, object]:
         """Figures of this rank: a flat part for logs, and ``groups`` and ``ranks`` for the monitor."""
