@@ -29,8 +29,10 @@ from loongforge.report.html import page
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils.data import DataLoader
 
+LINK_BYTES_PER_S = 20e6
 RIGHT = {
     "slow disk": "data stall",
     "slow link": "communication wait",
@@ -57,13 +59,10 @@ class Samples:
 class Work(nn.Module):
     """``layers`` matrix products of ``width``, or chains of tiny operators, or reads after each layer."""
 
-    def __init__(
-        self, *, width: int = 256, layers: int = 4, tiny: int = 0, reads: bool = False, wide: int = 0
-    ) -> None:
+    def __init__(self, *, width: int = 256, layers: int = 4, tiny: int = 0, reads: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(64, width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.wide = nn.Parameter(torch.zeros(wide)) if wide else None
         self._tiny = tiny
         self._reads = reads
 
@@ -77,20 +76,57 @@ class Work(nn.Module):
         for _ in range(self._tiny):
             hidden = hidden * 1.0001
         loss = hidden.square().mean()
-        if self.wide is not None:
-            loss = loss + self.wide[:1].sum() * 0 + self.wide.mean()
         return {"loss": loss}
+
+
+class SlowWork:
+    """An all-reduce that ends no earlier than its bytes take on a slow link."""
+
+    def __init__(self, work: object, nbytes: int) -> None:
+        self._work = work
+        self._ends = time.monotonic() + nbytes / LINK_BYTES_PER_S
+
+    def wait(self, *arguments: object) -> bool:
+        """Wait for the collective and for the link."""
+        self._work.wait(*arguments)  # type: ignore[attr-defined]
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether both are done."""
+        return bool(self._work.is_completed()) and time.monotonic() >= self._ends  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._work, name)
+
+
+def slow_down_link() -> None:
+    """Put the slow link under every all-reduce of this process."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *arguments: object, async_op: bool = False, **named: object) -> object:
+        work = SlowWork(
+            real(tensor, *arguments, async_op=True, **named), tensor.numel() * tensor.element_size()
+        )
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    dist.all_reduce = all_reduce
 
 
 def train(run: Path, plan: str, device: str, steps: int) -> None:
     """Train one planted run; under torchrun's variables with all ranks."""
     from loongforge.ranks import join
 
+    if plan == "slow link":
+        slow_down_link()
     ranks = join(device)
     on_gpu = ranks.device.type == "cuda"
     models = {
         "slow disk": lambda: Work(),
-        "slow link": lambda: Work(wide=16_000_000),
+        "slow link": lambda: Work(),
         "tiny kernels": lambda: Work(width=16, layers=1, tiny=1200),
         "host sync": lambda: Work(width=64, layers=200 if on_gpu else 2, reads=True),
         "honest work": lambda: Work(width=4096 if on_gpu else 768, layers=24 if on_gpu else 6),
@@ -119,19 +155,12 @@ def train(run: Path, plan: str, device: str, steps: int) -> None:
     from loongforge.batches import LossAdapter
 
     model = models[plan]()
-    optimizer = schedule = None
-    if plan == "slow link":
-        # Plain SGD: the optimizer of 16 million parameters shall not outweigh their transport.
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=0)
     parts = build_parts(
         config,
         model,
         BatchSource(loader),
         ranks,
         module=LossAdapter(model),
-        optimizer=optimizer,
-        schedule=schedule,
     )
     Session(config, parts, callbacks=[block]).train()
     ranks.close()

@@ -280,7 +280,7 @@ def test_the_fusion_batch_size_must_divide_the_accumulation() -> None:
         ({"stepz": 3}, "unknown setting stepz: allowed here are steps"),
         (
             {"steps": 1, "pillars": {"mem": "big"}},
-            "pillars.mem is 'big': allowed are off, advisor, pool, global",
+            "pillars.mem is 'big': allowed are off, auto, advisor, pool, global",
         ),
         ({"steps": 1, "precision": "int8"}, "precision is 'int8': allowed are fp32, bf16, fp16"),
         ({}, "neither steps nor epochs"),

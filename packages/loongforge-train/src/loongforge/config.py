@@ -25,8 +25,10 @@ Strategy = Literal["ddp", "zero1", "fsdp2", "hsdp"]
 class PillarConfig:
     """Which pillars run. Each has an ``off`` that restores stock PyTorch."""
 
-    mem: Literal["off", "advisor", "pool", "global"] = "off"
-    """Memory pillar: off; advisor = statistics only; pool = our pool for the step; global = our allocator."""
+    mem: Literal["off", "auto", "advisor", "pool", "global"] = "off"
+    """Memory pillar: off; auto = pool on a GPU, else off; advisor = statistics only; pool = weights and
+    optimizer
+    state in a pool of their own; global = every device tensor is placed by us."""
     mem_pool_gb: float | None = None
     """Size of the memory pool in GB; None lets the pillar choose."""
     comm: Literal["off", "hybrid", "simple"] = "hybrid"
@@ -156,6 +158,8 @@ class TrainConfig:
     """Further sinks: tensorboard, wandb, prometheus."""
     control: bool = True
     """Open the control socket."""
+    validate_every: int = 0
+    """Steps between two measurements on the recipe's held-out episodes (option held_out); 0 is off."""
     probe_interval: int = 1000
     """Steps between two probes that count operators and host syncs (the first is step 6); 0 is off."""
     pillars: PillarConfig = field(default_factory=PillarConfig)

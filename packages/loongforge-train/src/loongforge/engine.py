@@ -54,6 +54,8 @@ class Parts:
     scaler: torch.amp.GradScaler | None = None
     average: WeightAverage | None = None
     drop_ragged: bool = False
+    documents: dict[str, str] = field(default_factory=dict)
+    """JSON texts by file name that travel in the checkpoint, such as the module dependency graph."""
     keep_gradients: bool = False
     """Zero gradients in place instead of dropping them: their addresses stand in captured graphs."""
 

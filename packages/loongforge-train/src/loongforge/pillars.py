@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -81,9 +82,9 @@ class OrchestratedMemory:
     GPU.
     """
 
-    def __init__(self, config: PillarConfig) -> None:
+    def __init__(self, config: PillarConfig, mode: str) -> None:
         mem = require("loongforge_mem", "loongforge-mem", "switch the memory pillar off (--mem off)")
-        settings = mem.MemoryConfig(mode=config.mem, pool_gb=config.mem_pool_gb)  # type: ignore[attr-defined]
+        settings = mem.MemoryConfig(mode=mode, pool_gb=config.mem_pool_gb)  # type: ignore[attr-defined]
         self._orchestrator = mem.MemoryOrchestrator(settings)  # type: ignore[attr-defined]
 
     def persistent(self) -> AbstractContextManager[object]:
@@ -115,9 +116,12 @@ class OrchestratedMemory:
         self._orchestrator.close()
 
 
-def build_memory(config: PillarConfig) -> MemoryPillar:
-    """Return the memory pillar the configuration asks for."""
-    return NoMemoryPillar() if config.mem == "off" else OrchestratedMemory(config)
+def build_memory(config: PillarConfig, device: torch.device) -> MemoryPillar:
+    """Return the memory pillar the configuration asks for on a device."""
+    mode = config.mem
+    if mode == "auto":
+        mode = "pool" if device.type == "cuda" else "off"
+    return NoMemoryPillar() if mode == "off" else OrchestratedMemory(config, mode)
 
 
 def numeric(values: Mapping[str, object]) -> dict[str, float]:

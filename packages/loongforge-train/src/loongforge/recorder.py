@@ -45,6 +45,7 @@ class PendingStep:
     mem: Mapping[str, float] = field(default_factory=dict)
     comm: Mapping[str, float] = field(default_factory=dict)
     checkpoint_ms: float = 0.0
+    validation_loss: float | None = None
     ops: int | None = None
     op_cost_us: float | None = None
     sync_count: int | None = None
@@ -101,6 +102,7 @@ class Recorder:
         self._previous: StepClock | None = None
         self._previous_end: float | None = None
         self._checkpoint_ms = 0.0
+        self._validation_loss: float | None = None
         self._probe: dict[str, float] = {}
         self._util: tuple[float, float | None] = (0.0, None)
         self.listeners: list[Listener] = []
@@ -108,6 +110,7 @@ class Recorder:
     def submit(self, pending: PendingStep) -> None:
         """Take a finished step; write every step that the device has passed."""
         pending.checkpoint_ms, self._checkpoint_ms = self._checkpoint_ms, 0.0
+        pending.validation_loss, self._validation_loss = self._validation_loss, None
         if self._probe:
             pending.ops, pending.sync_count = int(self._probe["ops"]), int(self._probe["sync_count"])
             pending.sync_ms, pending.op_cost_us = self._probe["sync_ms"], self._probe["op_cost_us"]
@@ -126,6 +129,10 @@ class Recorder:
     def note_checkpoint(self, ms: float) -> None:
         """Add host time spent on a checkpoint at the step border; it stands in the next record."""
         self._checkpoint_ms += ms
+
+    def note_validation(self, loss: float) -> None:
+        """Put a loss on held-out samples into the next record."""
+        self._validation_loss = loss
 
     def note_probe(self, probe: Mapping[str, float]) -> None:
         """Attach the counts of a probed step to its record."""
@@ -175,6 +182,7 @@ class Recorder:
             comm_overlap=pending.comm.get("overlap"),
             optimizer_ms=clock.device_ms("optimizer"),
             checkpoint_ms=pending.checkpoint_ms,
+            validation_loss=pending.validation_loss,
             gpu_util=self._utilisation(),
             mem_peak_bytes=pending.memory.get("peak"),
             mem_reserved_bytes=pending.memory.get("reserved"),

@@ -73,6 +73,8 @@ class StepRecord:
     sync_count: int | None = None
     """Host syncs (item, nonzero, copies to the host) in a probed step."""
     sync_ms: float | None = None
+    validation_loss: float | None = None
+    """Loss on held-out samples, measured at the border before this step."""
     heartbeat: float | None = None
     """Seconds since the communication pillar last heard of all ranks."""
     data: Mapping[str, float] = field(default_factory=dict)

@@ -6,18 +6,22 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from loongforge.batches import add_draws, move
+from loongforge.checkpoint.find import find_newest
+from loongforge.checkpoint.state import MDG_FILE
 from loongforge.config import TrainConfig
 from loongforge.errors import ConfigError, require
 from loongforge.pillars import build_memory
 from loongforge.ranks import Ranks, join
-from loongforge.recipes import get_recipe
+from loongforge.recipes import Recipe, get_recipe
 from loongforge.rng import seed_rank
-from loongforge.session import Callback, Session, build_parts
+from loongforge.session import AUTOCAST, Callback, Session, build_parts
 from loongforge.sources import BatchSource
 
 log = logging.getLogger("loongforge")
@@ -52,18 +56,64 @@ def build_run(config: TrainConfig, *, ranks: Ranks | None = None, callbacks: Seq
     options = recipe.options(config.recipe_options)
     ranks = ranks or join(config.device)
     ranks.require_equal("the configuration", repr(config))
-    memory = build_memory(config.pillars)
+    memory = build_memory(config.pillars, ranks.device)
     with memory.persistent():
         model = recipe.build_model(options, config.seed, device=str(ranks.device))
     dataset = recipe.build_dataset(config.dataset, options)
     collate = recipe.build_collate(dataset, model, options)
+    graph = describe_modules(config, model, dataset, collate, ranks)  # type: ignore[arg-type]
     seed_rank(config.seed, ranks.rank)
     loader = build_loader(dataset, collate, config, ranks)  # type: ignore[arg-type]
     fingerprint = getattr(dataset, "fingerprint", None)
     source = BatchSource(loader, fingerprint=None if fingerprint is None else str(fingerprint))
     groups = functools.partial(recipe.param_groups, learning_rate=config.learning_rate)
     parts = build_parts(config, model, source, ranks, groups=groups, memory=memory)
-    return Run(session=Session(config, parts, callbacks=callbacks), model=model, ranks=ranks)
+    if graph:
+        parts.documents[MDG_FILE] = graph
+    session = Session(config, parts, callbacks=callbacks)
+    session.validation = build_validation(config, recipe, options, model, collate, ranks)  # type: ignore[arg-type]
+    return Run(session=session, model=model, ranks=ranks)
+
+
+def build_validation(
+    config: TrainConfig, recipe: Recipe, options: object, model: nn.Module, collate: Collate, ranks: Ranks
+) -> Callable[[], float] | None:
+    """Return what measures the loss on the recipe's held-out episodes, on rank 0 of unsharded strategies."""
+    held_out = getattr(options, "held_out", ())
+    if not config.validate_every or ranks.rank != 0 or config.strategy in {"fsdp2", "hsdp"}:
+        return None
+    if not held_out or config.dataset is None:
+        msg = (
+            "validate_every is set but the recipe holds no episode out: "
+            "set recipe_options.held_out = [episode, ...]"
+        )
+        raise ConfigError(msg)
+    from loongforge.evaluation.validation import Validation
+
+    dataset = recipe.build_dataset(config.dataset, options, episodes=list(held_out))
+    validation = Validation(dataset, collate)  # type: ignore[arg-type]
+    return functools.partial(validation.loss, model, autocast=AUTOCAST[config.precision])
+
+
+def describe_modules(
+    config: TrainConfig, model: nn.Module, dataset: object, collate: Collate, ranks: Ranks
+) -> str:
+    """Return the module dependency graph as JSON, or "" where none is needed or stored already.
+
+    It is made before any pillar puts hooks on the model, on rank 0, and travels in the checkpoint, so that a
+    resume analyses nothing again.
+    """
+    wanted = ranks.rank == 0 and ranks.world_size > 1 and config.pillars.comm != "off"
+    if not wanted or (config.resume != "never" and find_newest(Path(config.output), checksums=False).folder):
+        return ""
+    comm = require("loongforge_comm", "loongforge-comm", "use stock DDP (--comm off)")
+    count = min(2, len(dataset))  # type: ignore[arg-type]
+    batch = add_draws(model, collate([dataset[i] for i in range(count)]), seed=config.seed, epoch=0)  # type: ignore[index]
+    try:
+        return str(comm.build_mdg(model, (move(batch, ranks.device),)).to_json())  # type: ignore[attr-defined]
+    except Exception as error:  # a model that cannot be described still trains; the plan comes from hooks
+        log.warning("no module dependency graph: %s: %s", type(error).__name__, error)
+        return ""
 
 
 def build_loader(dataset: object, collate: Collate, config: TrainConfig, ranks: Ranks) -> Iterable[object]:

@@ -90,7 +90,7 @@ def build_parts(
         schedule: A ready schedule, instead of the configured one.
         memory: The memory pillar, when it had to be made before the model was.
     """
-    memory = memory or build_memory(config.pillars)
+    memory = memory or build_memory(config.pillars, ranks.device)
     with memory.persistent():
         model.to(ranks.device)
     foreign_hooks = has_hooks(model)
@@ -184,6 +184,8 @@ class Session:
         )
         self._sinks: list[Sink] = []
         self.live: Live | None = None
+        self.validation: Callable[[], float] | None = None
+        """Measures the loss on held-out samples; set by what builds the run."""
         self._operator_cost: float | None = None
         if config.probe_interval and not config.compile and config.strategy in {"ddp", "zero1"}:
             self.engine.around = self._probe
@@ -232,6 +234,9 @@ class Session:
         self._raise_or_tell(self.parts.guard.failure)
         if self.live is not None:
             self.live.at_border()
+        validate = self.config.validate_every
+        if self.validation is not None and validate and self.engine.at.step % validate == 0:
+            self.parts.recorder.note_validation(self.validation())
         every = self.config.checkpoint.every
         if every and self.engine.at.step % every == 0:
             self._periodic_save()

@@ -30,6 +30,7 @@ from loongforge.engine import StepEngine
 from loongforge.errors import CheckpointError
 from loongforge.rng import capture_rng, restore_rng, seed_rank
 
+MDG_FILE = "mdg.json"
 PARTS = (
     "model", "optimizer", "scheduler", "average", "scaler",
     "rng", "data", "guard", "memory", "plans", "step", "samples",
@@ -83,7 +84,7 @@ def take_snapshot(engine: StepEngine, config: TrainConfig, *, loss: float | None
             tensors[f"{STATE}/average.pt"] = host_copy(parts.average.state_dict(), copies)
         if parts.scaler is not None:
             tensors[f"{STATE}/scaler.pt"] = dict(parts.scaler.state_dict())
-        texts |= {f"{STATE}/{name}": text for name, text in plans.items()}
+        texts |= {f"{STATE}/{name}": text for name, text in {**parts.documents, **plans}.items()}
         texts[TRAINER] = json.dumps(describe(engine, config), indent=1)
     return Snapshot(
         step=engine.at.step,
@@ -141,6 +142,8 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
     memory = folder / memory_file(rank)
     if memory.exists():
         parts.memory.load_state_dict(json.loads(memory.read_text()))
+    if (folder / STATE / MDG_FILE).exists():
+        parts.documents[MDG_FILE] = (folder / STATE / MDG_FILE).read_text()
     plans = {path.name: path.read_text() for path in sorted((folder / STATE).glob("*.json"))}
     if manifest.world_size == parts.ranks.world_size:
         parts.parallel.load_plans(plans)

@@ -12,6 +12,8 @@ import typer
 if TYPE_CHECKING:
     from loongforge.config import TrainConfig
 
+DEFAULTS = {"pillars": {"mem": "auto", "fuse": "auto"}}
+"""What the command line switches on beyond the library's defaults: pillars that give the same numbers."""
 RUN, MODEL, PILLARS, SAFETY = "Run", "Model and optimizer", "Pillars", "Checkpoints and safety"
 
 
@@ -160,7 +162,7 @@ def merge(file: Path | None, flags: dict[str, object], settings: Sequence[str]) 
         for part in path:
             into = into.setdefault(part, {})  # type: ignore[assignment]
         into[last] = value
-    return build_config(_suggested(from_file, from_flags, pairs), from_file, from_flags, pairs)
+    return build_config(DEFAULTS, _suggested(from_file, from_flags, pairs), from_file, from_flags, pairs)
 
 
 def _given(flags: dict[str, object]) -> dict[str, object]:

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 
 from loongforge.report.summary import Record, Summary, column, mean, steady, summarise
 
-COST_MARGIN = 2.0
-"""Ratio of time to dispatch cost up to which a step counts as made of launches."""
+COST_MARGIN = 3.0
+"""Ratio of time to the bare dispatch cost up to which a step counts as made of launches: Python around each
+operator
+and its autograd node cost about twice the dispatch itself."""
+HOST_BOUND = 0.9
+"""On a GPU the host must also have been busy enqueuing for this share of the device's time."""
 NAMES = {
     "serial dependency": "the work itself: forward, backward and optimizer, one after the other",
     "communication wait": "waiting for gradients of other ranks",
@@ -139,7 +143,12 @@ def _launch(records: Sequence[Record], summary: Summary, compute: float) -> tupl
         text += f"; {summary.graph_share:.0%} of steps replayed a graph"
     if compute <= 0:
         return 0.0, text
-    if dispatch * COST_MARGIN >= compute:
+    enqueuing = mean(column(records, "launch_ms"))
+    on_gpu = summary.mem_peak_bytes is not None
+    host_bound = not on_gpu or enqueuing is None or enqueuing >= HOST_BOUND * compute
+    if on_gpu and enqueuing is not None:
+        text += f"; the host enqueued for {enqueuing:.1f} ms"
+    if dispatch * COST_MARGIN >= compute and host_bound:
         return compute, text
     return min(dispatch, compute), text
 
