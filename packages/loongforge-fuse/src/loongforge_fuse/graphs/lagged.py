@@ -130,8 +130,8 @@ class LaggedStep:
                 handle.remove()
         if watch.early:
             message = (
-                f"overlap_optimizer: {sorted(watch.early)[:3]} are read before any module that owns trainable "
-                "parameters is called; switch overlap_optimizer off"
+                f"overlap_optimizer: {sorted(watch.early)[:3]} are read before any module that owns "
+                "trainable parameters is called; switch overlap_optimizer off"
             )
             raise ValueError(message)
 

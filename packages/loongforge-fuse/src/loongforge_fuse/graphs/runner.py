@@ -314,7 +314,7 @@ class GraphRunner:
             self._drop(key)
 
     def flush(self) -> None:
-        """With ``overlap_optimizer``: apply a step that is still due. Call before weights are read or saved."""
+        """Apply a step that ``overlap_optimizer`` left due. Call before weights are read or saved."""
         if self._pass.lagged is not None:
             self._pass.lagged.flush()
 
