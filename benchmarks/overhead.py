@@ -27,6 +27,9 @@ from loongforge.ranks import Ranks, choose_device
 from loongforge.recipes import get_recipe
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
+from loongforge.testing import ToyData, ToyModel
+from loongforge.testing import collate as collate_toy
+from torch import nn
 
 CLIENT = """
 import sys
@@ -69,19 +72,23 @@ class NoRecorder:
         """Drop the time."""
 
 
-def batches(folder: Path, count: int) -> tuple[object, list[object]]:
-    """Return a model of the tiny recipe and ready batches."""
-    from loongforge_data.synthetic import write_dataset
+def batches(folder: Path, count: int) -> tuple[nn.Module, list[object], str]:
+    """Return a model, ready batches, and what they are: the tiny recipe, or a toy where PyAV is missing."""
+    try:
+        from loongforge_data.synthetic import write_dataset
 
-    write_dataset(
-        folder / "data", episodes=2, frames=40, cameras=2, size=(96, 128), codec="h264", seed=0, fps=30
-    )
-    recipe = get_recipe("gr00t_n1_6_tiny")
-    options = recipe.options({})
-    model = recipe.build_model(options, 0)
-    data = recipe.build_dataset(str(folder / "data"), options)
-    collate = recipe.build_collate(data, model, options)
-    return model, [collate([data[8 * n + i] for i in range(8)]) for n in range(count)]
+        target = folder / "data"
+        write_dataset(target, episodes=2, frames=40, cameras=2, size=(96, 128), codec="h264", seed=0, fps=30)
+        recipe = get_recipe("gr00t_n1_6_tiny")
+        options = recipe.options({})
+        model = recipe.build_model(options, 0)
+        data = recipe.build_dataset(str(target), options)
+        collate = recipe.build_collate(data, model, options)
+        return model, [collate([data[8 * n + i] for i in range(8)]) for n in range(count)], recipe.name
+    except ImportError:
+        toy = ToyData(8 * count)
+        ready = [collate_toy([toy[8 * n + i] for i in range(8)]) for n in range(count)]
+        return ToyModel(hidden=2048), list(ready), "toy model (PyAV is missing)"
 
 
 def timed(session: Session, steps: int, device: torch.device) -> float:
@@ -104,7 +111,7 @@ def main() -> None:
     device = choose_device("auto")
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="loongforge_overhead_"))
-    model, ready = batches(folder, 8)
+    model, ready, what = batches(folder, 8)
     config = TrainConfig(
         output=str(folder / "run"),
         steps=10**6,
@@ -143,6 +150,7 @@ def main() -> None:
         "attach_overhead": attach_overhead,
         "step_ms": base,
         "device": str(device),
+        "model": what,
     }
     finish(result("overhead", rows=rows, figures=figures, repetitions=blocks), arguments.json)
 

@@ -3,6 +3,7 @@ pillar."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 from loongforge.config import CheckpointConfig, PillarConfig, TrainConfig
 from loongforge.ranks import Ranks
 from loongforge.records import read_metrics
+from loongforge.rng import seed_rank
+from loongforge.runs import build_loader
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
 from loongforge.testing import ToyData, ToyModel, collate
+from loongforge.verify import parse_toggles, verify
+from torch import nn
 from torch.utils.data import DataLoader
 
 pytestmark = [
@@ -103,3 +108,29 @@ def test_fusion_and_graphs_keep_the_losses(
         assert last["fused"] is True, last["fusion_reason"]
     if "graph" in pillars:
         assert last["graph"] is True, last["graph_reason"]
+
+
+@pytest.mark.parametrize("name", ["mem", "data", "fuse", "graph", "precision"])
+def test_every_pillar_is_proven_equal(tmp_path: Path, name: str) -> None:
+    def build(config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Callable[[], object]]:
+        model = ToyModel(hidden=512)
+        seed_rank(config.seed, ranks.rank)
+        source = BatchSource(build_loader(ToyData(512), collate, config, ranks))
+        return model, Session(config, build_parts(config, model, source, ranks)).train
+
+    config = TrainConfig(
+        steps=40,
+        batch_size=4,
+        accumulation=4,
+        learning_rate=1e-3,
+        workers=0,
+        shuffle=False,
+        log_interval=1000,
+        output=str(tmp_path),
+    )
+    ranks = Ranks(rank=0, world_size=1, device=torch.device("cuda", 0))
+    _, results = verify(config, parse_toggles(name), ranks=ranks, build=build, folder=tmp_path)
+    verdict = results[0][0]
+    assert verdict.passed, verdict
+    if name in {"fuse", "graph"}:
+        assert verdict.active, verdict
