@@ -39,9 +39,15 @@ def shared_data() -> Path | None:
     return next((place for place in places if (place / "g1_pick_v30").is_dir()), None)
 
 
-def data_sets(folder: Path, *, quick: bool) -> dict[str, Path]:
-    """Return the sets to measure: the real one if it is there, and a generated one."""
+def data_sets(folder: Path, names: Sequence[str] | None, *, quick: bool) -> dict[str, Path]:
+    """Return the sets to measure: the real one if it is there, and a generated one; only those named, if
+    any are.
+    """
+    shared = shared_data()
+    real = {} if shared is None else {"g1_pick_v30": shared / "g1_pick_v30"}
     made = folder / "h264_g30_two_cameras"
+    if names is not None and made.name not in names:
+        return {name: path for name, path in real.items() if name in names or not names}
     write_dataset(
         made,
         episodes=3 if quick else 8,
@@ -53,9 +59,7 @@ def data_sets(folder: Path, *, quick: bool) -> dict[str, Path]:
         version="3.0",
         fps=30,
     )
-    shared = shared_data()
-    real = {} if shared is None else {"g1_pick_v30": shared / "g1_pick_v30"}
-    return {**real, "h264_g30_two_cameras": made}
+    return {**(real if names is None or "g1_pick_v30" in names else {}), made.name: made}
 
 
 def ours(root: Path, *, shuffle: str, repetitions: int, cache: Path | None = None) -> Row:
@@ -205,15 +209,17 @@ def wait_share(root: Path, *, quick: bool) -> Row:
     }
 
 
-def measure(name: str, root: Path, *, quick: bool, python: Path | None, reason: str) -> list[Row]:
+def measure(
+    name: str, root: Path, *, quick: bool, python: Path | None, reason: str, rivals: Sequence[str]
+) -> list[Row]:
     """Measure everything on one set."""
-    repetitions, batches = (2, 10) if quick else (5, 20)
+    repetitions, batches = (2, 10) if quick else (5, 12)
     rows: list[Row] = [decode_floor(root, repetitions=repetitions)]
     rows += [
         {"loader": kind, "skipped": reason}
         if python is None
         else rival(python, kind, root, repetitions=repetitions, batches=batches)
-        for kind in RIVALS
+        for kind in rivals
     ]
     rows += [ours(root, shuffle=kind, repetitions=repetitions) for kind in ("full", "block")]
     with tempfile.TemporaryDirectory() as cache:
@@ -272,6 +278,9 @@ def main() -> None:
     """Measure, print, write."""
     arguments = parser(__doc__)
     arguments.add_argument("--rivals", action="store_true", help="also measure other loaders")
+    arguments.add_argument(
+        "--rivals-only", nargs="*", choices=RIVALS, default=RIVALS, help="of the others, these"
+    )
     arguments.add_argument("--sets", nargs="*", help="only these sets")
     arguments.add_argument("--skip-wait", action="store_true", help="leave out the fixed-step part")
     arguments.add_argument(
@@ -288,10 +297,11 @@ def main() -> None:
     # --rows-from).
     rows: list[Row] = [row for path in options.rows_from for row in json.loads(path.read_text())["rows"]]
     with tempfile.TemporaryDirectory() as folder:
-        sets = data_sets(Path(folder), quick=options.quick)
-        for name, root in sets.items():
-            if not options.sets or name in options.sets:
-                rows += measure(name, root, quick=options.quick, python=python, reason=reason)
+        sets = data_sets(Path(folder), options.sets, quick=options.quick)
+        for name, root in sets.items() if options.sets != [] else ():
+            rows += measure(
+                name, root, quick=options.quick, python=python, reason=reason, rivals=options.rivals_only
+            )
         if not options.skip_wait:
             first = next(iter(sets))
             rows.append({"set": first, **wait_share(sets[first], quick=options.quick)})
