@@ -531,3 +531,18 @@ def test_a_millisecond_time_base_finds_every_frame(shared_data):
         assert index.at(n / 30, tolerance=0.5 / 30) == n
     with pytest.raises(VideoError, match="no frame within"):
         index.at(1 / 30, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(("codec", "options"), [("ffv1", {}), ("libx264", X264)])
+def test_frames_with_equal_stamps_are_told_apart(tmp_path, clips, codec, options):
+    """D44, reading side: a camera that stamps twice; every packet is marked, so none is lost or swapped."""
+    pts = [30 * (n // 2) + (n % 2) * 10 for n in range(40)]
+    path = clips.write(
+        tmp_path / "clip.mkv", codec=codec, options=options, frames=40, pts=pts, time_base=Fraction(1, 30000)
+    )
+    with VideoFile(path) as video:
+        assert len(video) == 40
+        assert len(set(video.index.pts.tolist())) < 40
+        expected = clips.sequential(path)
+        for i in (39, 0, 1, 20, 21, 21, 20, 38, 5):
+            assert clips.digest(video.frame(i)) == expected[i][1]

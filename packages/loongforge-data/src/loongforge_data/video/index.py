@@ -198,8 +198,8 @@ def order_packets(packets: PacketTable, emitted: Sequence[int] | None = None) ->
 
     Args:
         packets: Packets in file order.
-        emitted: Decode positions in the order the decoder put the frames out, for streams without pts; None
-            sorts by pts.
+        emitted: Decode positions in the order the decoder put the frames out, for streams whose pts are
+            missing or occur twice; None sorts by pts.
 
     Complexity: O(n log n).
     """
@@ -211,8 +211,9 @@ def order_packets(packets: PacketTable, emitted: Sequence[int] | None = None) ->
         pts = stamps[order]
     else:
         order = np.array(emitted, np.int32)
-        pts = np.arange(len(order), dtype=np.int64)
-        stamps = packets.dts
+        timed = not (packets.pts == UNSET).any()
+        pts = packets.pts[order] if timed else np.arange(len(order), dtype=np.int64)
+        stamps = packets.pts if timed else packets.dts
     display = np.full(count, -1, np.int32)
     display[order] = np.arange(len(order), dtype=np.int32)
     keys = np.flatnonzero(packets.key).astype(np.int32)

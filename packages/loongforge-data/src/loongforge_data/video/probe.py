@@ -148,6 +148,9 @@ def read_index(container: InputContainer, path: str) -> VideoIndex:
         base_rate = Fraction(stream.codec_context.framerate or stream.guessed_rate or rate) or _FALLBACK_RATE
         time_base = 1 / base_rate
         order = order_packets(packets, emitted=_emission_order(path))
+    elif len(np.unique(packets.pts[packets.picture])) < int(packets.picture.sum()):
+        # Equal stamps do not tell which frame comes first: only the decoder knows.
+        order = order_packets(packets, emitted=_emission_order(path))
     else:
         order = order_packets(packets)
     return _assemble(path, stream, order, Fraction(time_base), Fraction(rate), estimated, packets.problem)
