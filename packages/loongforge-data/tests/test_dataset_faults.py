@@ -939,3 +939,28 @@ def test_a_joined_file_is_opened_once_however_many_episodes_it_holds(v21, tmp_pa
     monkeypatch.setattr(opening, "frame_count", lambda path: seen.append(path) or real(path))
     open_dataset(tmp_path / "out")
     assert len(seen) == len(set(seen)) == 2
+
+
+def test_a_truncated_video_is_found_at_open(v21):
+    """D33: the header of a faststart file still promises all frames; the frames that are there count."""
+    import av
+
+    path = video(v21, 4)
+    with (
+        av.open(str(path)) as reader,
+        av.open(str(path) + ".tmp.mp4", "w", options={"movflags": "+faststart"}) as writer,
+    ):
+        stream = writer.add_stream_from_template(reader.streams.video[0])
+        for packet in reader.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                writer.mux(packet)
+    data = Path(str(path) + ".tmp.mp4").read_bytes()
+    path.write_bytes(data[: len(data) * 3 // 4])
+    with pytest.raises(VideoError, match="31 rows but camera") as caught:
+        open_dataset(v21)
+    assert caught.value.episode == 4
+    cut = open_dataset(v21, on_mismatch="drop_tail")
+    assert 0 < cut.episodes[4].length < 31
+    kinds = {f.kind for f in validate_dataset(v21).errors}
+    assert kinds == {"video-frames", "video-damage"}

@@ -325,6 +325,10 @@ def _check_file(info: DatasetInfo, camera: str, path: str, report: Report, decod
         with VideoFile(path, on_damage="skip") as video:
             if video.index.problem is not None:
                 report.add("error", "video-damage", video.index.problem, path=path)
+            declared, there = video.index.declared_frames, len(video.index.display)
+            if declared > there:
+                message = f"header declares {declared} frames, the file holds {there}: it is cut short"
+                report.add("error", "video-damage", message, path=path)
             if video.index.estimated:
                 report.add(
                     "warning", "video-times", "packets carry no time stamps; times are estimated", path=path

@@ -261,17 +261,8 @@ def _emission_order(path: str) -> list[int]:
 
 
 def frame_count(path: str | Path) -> int:
-    """Return the number of frames a file's header declares; the frame table's where it declares none.
+    """Return the number of frames that are really there: that of the frame table, not of the header.
 
-    Reads the header only (0.4 ms for an mp4), so a damaged file may hold fewer.
+    Costs about 0.5 ms for a plain mp4, whose index is enough, and one pass over the packets for others.
     """
-    state = usable(path)
-    known = _indices.get(state)
-    if known is not None:
-        return len(known)
-    container = open_container(state.path)
-    try:
-        declared = int(video_stream(container, state.path).frames or 0)
-    finally:
-        container.close()
-    return declared or len(video_index(state.path))
+    return len(video_index(path))
