@@ -23,12 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _common
+import _mem_turns
 
 GIB = 1 << 30
-REPORTED = (
-    "step_source", "planned_hit_rate", "step_allocations", "alloc_ms", "step_survivors", "step_device_calls",
-)  # fmt: skip
-TIMED = ("step", "step44", "dynamic", "calls")
 OURS = ("ours_runfit", "ours_plan", "ours_block")
 
 
@@ -38,7 +35,8 @@ def main() -> None:
     parser.add_argument(
         "--budget-s", type=float, default=520.0, help="stop starting processes after this time"
     )
-    parser.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default 3, quick 1)")
+    parser.add_argument("--rounds", type=int, default=0, help="turns of every column (default 12, quick 3)")
+    parser.add_argument("--rehearse", action="store_true", help="try the turns on a CPU with a tiny model")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -46,8 +44,11 @@ def main() -> None:
         return
     import torch  # noqa: F401  so that the result describes the GPU
 
-    rounds = options.rounds or (1 if options.quick else 3)
-    run = Runner(quick=options.quick, only=options.only, budget_s=options.budget_s, rounds=rounds)
+    rounds = options.rounds or (3 if options.quick else 12)
+    only = "step" if options.rehearse else options.only
+    run = Runner(
+        quick=options.quick, only=only, budget_s=options.budget_s, rounds=rounds, rehearse=options.rehearse
+    )
     run.all()
     outcome = _common.result(
         "mem_gpu", rows=run.rows, figures=run.figures(), repetitions=run.rounds, notes=run.notes
@@ -55,34 +56,21 @@ def main() -> None:
     _common.finish(outcome, options.json)
 
 
-def schedule(rounds: int) -> list[tuple[str, str, dict[str, object]]]:
-    """Return what is timed, most important first, so that a run cut short has lost the least.
-
-    Rounds of columns are interleaved, because a host-bound step follows the clock of the machine.
-    """
-    columns = ["native", "ours_plan", "ours_runfit", "expandable"]
-    steps = [
-        [("step", c, {"round": r}) for c in (columns if r % 2 == 0 else columns[::-1])] for r in range(rounds)
-    ]
-    steps44 = [
-        [
-            ("step44", c, {"round": r})
-            for c in (("native", "ours_plan") if r % 2 == 0 else ("ours_plan", "native"))
-        ]
-        for r in range(max(1, rounds - 1))
-    ]
-    out = [*steps[0], ("dynamic", "ours_plan", {}), ("dynamic", "native", {})]
-    out += steps[1] if rounds > 1 else []
-    out += [*steps44[0], ("budget", "native", {}), ("dynamic", "expandable", {}), ("step", "ours_block", {})]
-    for later in range(2, rounds):
-        out += [*steps[later], *(steps44[later - 1] if later - 1 < len(steps44) else [])]
-    return [*out, ("calls", "native", {}), ("calls", "ours_plan", {}), ("dynamic", "ours_runfit", {})]
+def environment_of(column: str) -> dict[str, str]:
+    """Return the environment of a column: torch's allocator settings are its business alone."""
+    environment = dict(os.environ)
+    environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    environment.pop("PYTORCH_ALLOC_CONF", None)
+    if column == "expandable":
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return environment
 
 
 class Runner:
     """Starts the worker processes and collects what they measured."""
 
-    def __init__(self, *, quick: bool, only: str, budget_s: float, rounds: int) -> None:
+    def __init__(self, *, quick: bool, only: str, budget_s: float, rounds: int, rehearse: bool) -> None:
+        self.rehearse, self.budget_s = rehearse, budget_s
         self.quick, self.only = quick, {x for x in only.split(",") if x}
         self.end = time.monotonic() + budget_s
         self.rows: list[dict[str, object]] = []
@@ -90,19 +78,40 @@ class Runner:
         self.rounds = rounds
 
     def all(self) -> None:
-        """Run every section that was asked for."""
-        # The checks measure no time, so they share the GPU; everything after them runs alone.
-        checks = [(name, "ours_plan") for name in ("graph", "stress", "oom", "control", "offload")]
-        checks += [("pool", "native"), ("pinned", "native")]
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            list(pool.map(lambda check: self.start(*check), checks))
-        need = 0.0
-        for section, column, more in schedule(self.rounds):
-            if column == "ours_block":
-                more = {**more, "pool_gb": need * 1.3 if need else None}
-            row = self.start(section, column, **more)
-            if row and (section, column) == ("step", "ours_plan") and not row.get("error"):
-                need = float(row["peak_reserved_gb"])
+        """Run every section that was asked for, the timed ones first."""
+        if not self.only or "step" in self.only:
+            self.turns()
+        if not self.only or "calls" in self.only:
+            for column in ("native", "ours_plan"):
+                self.start("calls", column)
+        # What follows measures memory and correctness, no time, so it shares the GPU.
+        rest = [("dynamic", c) for c in ("ours_plan", "native", "expandable")]
+        rest += [(name, "ours_plan") for name in ("graph", "stress", "oom", "control", "offload")]
+        rest += [("budget", "native"), ("pool", "native"), ("pinned", "native"), ("dynamic", "ours_runfit")]
+        with ThreadPoolExecutor(max_workers=6) as pool:
+            list(pool.map(lambda check: self.start(*check), rest))
+        if not self.rehearse:
+            self.block()
+
+    def turns(self) -> None:
+        """Eager steps of the four columns in turns; see _mem_turns."""
+        columns = ["native", "ours_plan", "ours_runfit", "expandable"]
+        if self.rehearse:
+            columns = ["native", "ours_plan"]
+        rounds = {"step": self.rounds, "step44": max(1, self.rounds // 3)}
+        rows = _mem_turns.measure(
+            Path(__file__).resolve(), columns, environment=environment_of, rounds=rounds,
+            end=self.end - 0.45 * self.budget_s, rehearse=self.rehearse,
+        )  # fmt: skip
+        for row in rows:
+            self.rows.append(row)
+            print(json.dumps(row), flush=True)
+
+    def block(self) -> None:
+        """The column with one driver block of a size that the plan needed."""
+        need = self.of("step", "ours_plan", "peak_reserved_gb")
+        if need and (not self.only or "step" in self.only):
+            self.start("block", "ours_block", pool_gb=need[0] * 1.35)
 
     def start(self, section: str, column: str, **more: object) -> dict[str, object] | None:
         """Run one section of one column in a process of its own; returns its row."""
@@ -113,22 +122,14 @@ class Runner:
             self.notes.append(f"{section}/{column} was not started: out of time")
             return None
         job = {"section": section, "column": column, "quick": self.quick, **more}
-        environment = dict(os.environ)
-        environment.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-        environment.pop("PYTORCH_ALLOC_CONF", None)
-        if column == "expandable":
-            environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        environment = environment_of(column)
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
-        # One fixed set of cores for whatever is timed: moving between sockets costs more than allocators.
-        cores = sorted(os.sched_getaffinity(0))
-        pinned = cores[-4:] if section in TIMED and len(cores) >= 8 else cores
         row: dict[str, object] = {"section": section, "column": column, **more}
         started = time.monotonic()
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=min(left, 150), check=False,
-                preexec_fn=lambda: os.sched_setaffinity(0, pinned),
-            )  # fmt: skip
+                command, env=environment, capture_output=True, text=True, timeout=min(left, 150), check=False
+            )
             last = [line for line in done.stdout.splitlines() if line.startswith("{")]
             row |= json.loads(last[-1]) if last else {"error": (done.stderr or "no output")[-1500:]}
             if done.returncode != 0 and "error" not in row:
@@ -146,6 +147,15 @@ class Runner:
         values = [r.get(key) for r in rows]
         return [float(v) for v in values if isinstance(v, int | float | bool)]
 
+    def turn_ratios(self, section: str, mine: str, theirs: str) -> list[float]:
+        """Return the ratio of the turns of two columns, round by round."""
+        turns = {}
+        for row in self.rows:
+            if row["section"] == section and isinstance(row.get("turn_ms"), list):
+                turns[row["column"]] = row["turn_ms"]
+        pairs = zip(turns.get(mine, []), turns.get(theirs, []), strict=False)  # type: ignore[arg-type]
+        return [a / b for a, b in pairs]
+
     def figures(self) -> dict[str, float | int | bool | str | None]:
         """Return the figures that the claims name."""
         out: dict[str, float | int | bool | str | None] = {}
@@ -155,30 +165,25 @@ class Runner:
                 statistics.median(a) / statistics.median(b) if a and b and statistics.median(b) else None
             )
 
-        native = self.of("step", "native", "step_ms")
-        pairs = zip(self.of("step", "ours_plan", "step_ms"), native, strict=False)
-        ratios = [a / b for a, b in pairs]
-        out["step_ratio_vs_native"] = statistics.median(ratios) if ratios else None
-        out["step_ratio_vs_native_min"] = min(ratios, default=None)
-        out["step_ratio_vs_native_max"] = max(ratios, default=None)
+        for name, section, mine, theirs in (
+            ("step_ratio_vs_native", "step", "ours_plan", "native"),
+            ("step_ratio_vs_expandable", "step", "ours_plan", "expandable"),
+            ("step_ratio_runfit_vs_native", "step", "ours_runfit", "native"),
+            ("step_ratio_expandable_vs_native", "step", "expandable", "native"),
+            ("step44_ratio_vs_native", "step44", "ours_plan", "native"),
+            ("step44_ratio_runfit_vs_native", "step44", "ours_runfit", "native"),
+        ):
+            ratios = sorted(self.turn_ratios(section, mine, theirs))
+            out[name] = statistics.median(ratios) if ratios else None
+            if name == "step_ratio_vs_native" and ratios:
+                out[f"{name}_quartile_1"] = ratios[len(ratios) // 4]
+                out[f"{name}_quartile_3"] = ratios[(3 * len(ratios)) // 4]
         fastest = "step_fastest_ms"
         ratio(
             "step_ratio_of_fastest", self.of("step", "ours_plan", fastest), self.of("step", "native", fastest)
         )
-        ratio(
-            "step_ratio_vs_expandable",
-            self.of("step", "ours_plan", "step_ms"),
-            self.of("step", "expandable", "step_ms"),
-        )
-        ratio("step_ratio_runfit_vs_native", self.of("step", "ours_runfit", "step_ms"), native)
-        ratio("step_ratio_block_vs_native", self.of("step", "ours_block", "step_ms"), native)
-        ratio(
-            "step44_ratio_vs_native",
-            self.of("step44", "ours_plan", "step_ms"),
-            self.of("step44", "native", "step_ms"),
-        )
         calls = self.of("step", "ours_plan", "driver_calls_after_step2") + self.of(
-            "step", "ours_block", "driver_calls_after_step2"
+            "block", "ours_block", "driver_calls_after_step2"
         )
         out["driver_calls_after_step2"] = max(calls) if calls else None
         for column in ("native", "expandable", "ours_runfit", "ours_plan"):
@@ -206,6 +211,9 @@ class Runner:
 
 
 def _worker(job: dict[str, object]) -> None:
+    if job["section"] == "turns":
+        _mem_turns.serve(job, _orchestrator)
+        return
     try:
         row = SECTIONS[str(job["section"])](job)
     except Exception:
@@ -224,7 +232,7 @@ def _orchestrator(job: dict[str, object]) -> object | None:
     return MemoryOrchestrator(
         MemoryConfig(
             mode="global",
-            backend="cuda" if block else "vmm",
+            backend="host" if job.get("rehearse") else "cuda" if block else "vmm",
             pool_gb=float(job["pool_gb"]) if block and job.get("pool_gb") else None,  # type: ignore[arg-type]
             plan=column != "ours_runfit",
             # The clock is read only where its figures are asked for, after the measured steps.
@@ -261,79 +269,25 @@ def _memory(torch, orchestrator) -> dict[str, float]:
     }
 
 
-def _step_section(job: dict[str, object]) -> dict[str, object]:
-    return _steps(job, micro_batches=1, samples=16)
-
-
-def _step44_section(job: dict[str, object]) -> dict[str, object]:
-    return _steps(job, micro_batches=4, samples=4)
-
-
-def _steps(job: dict[str, object], *, micro_batches: int, samples: int) -> dict[str, object]:
+def _block_section(job: dict[str, object]) -> dict[str, object]:
+    """Steps in one driver block: nothing more is taken from the driver."""
     import torch
-    from loongforge_mem import _core
 
     orchestrator = _orchestrator(job)
-    model, optimizer, batch, _ = _build(torch, samples)
-    if orchestrator is not None:
-        orchestrator.attach(model, optimizer)
-    losses: list[torch.Tensor] = []
-
-    def step() -> None:
-        for _ in range(micro_batches):
-            loss = model(batch)["loss"] / micro_batches
-            loss.backward()
-            losses.append(loss.detach().clone())
-            del loss
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def whole() -> None:
-        if orchestrator is None:
-            step()
-        else:
-            with orchestrator.step():
-                step()
-
-    times, reports = [], []
-    warm, count = 6, 10 if job["quick"] else 16
+    model, optimizer, batch, _ = _build(torch, 16)
+    orchestrator.attach(model, optimizer)
     after_two = 0.0
-    for index in range(warm + count):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        whole()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e3)
+    for index in range(8):
+        with orchestrator.step():
+            model(batch)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         if index == 1:
             after_two = _memory(torch, orchestrator)["driver_calls"]
-        if orchestrator is not None and index in (0, 1, 2, warm + count - 1):
-            s = orchestrator.stats()
-            reports.append({k: s.get(k) for k in REPORTED})
-    measured = times[warm:]
-    if orchestrator is not None:
-        _core.set_timing(True)
-        for _ in range(3):
-            whole()
     memory = _memory(torch, orchestrator)
-    row: dict[str, object] = {
-        "step_ms": statistics.median(measured),
-        "step_fastest_ms": min(measured),
-        "step_ms_spread": _common.spread(measured),
-        "first_steps_ms": [round(t, 1) for t in times[:warm]],
-        "driver_calls_after_step2": memory["driver_calls"] - after_two,
-        "fragmentation": 1 - memory["peak_requested_gb"] / memory["peak_reserved_gb"],
-        "loss_last": float(losses[-1]),
-        **memory,
-    }
-    if orchestrator is not None:
-        s = orchestrator.stats()
-        row |= {"reports": reports, "alloc_ms": s["alloc_ms"]}
-        keys = ("alloc.p50_ns", "alloc.p99_ns", "alloc.p999_ns", "alloc.within_10us", "free.p99_ns", "plans",
-                "plan_bytes", "touched_bytes.peak", "stream_transfers", "deferred_frees", "dissolved_plans",
-                "unknown_frees", "misses.larger", "misses.busy", "misses.beyond_end", "misses.unplanned",
-                "persistent_bytes.current", "migratable_bytes.current", "ephemeral_bytes.peak")  # fmt: skip
-        row |= {key: s.get(key) for key in keys}
-    return row
+    s = orchestrator.stats()
+    row: dict[str, object] = {"driver_calls_after_step2": memory["driver_calls"] - after_two, **memory}
+    return row | {k: s.get(k) for k in ("planned_hit_rate", "touched_bytes.peak", "plans")}
 
 
 def _dynamic_section(job: dict[str, object]) -> dict[str, object]:
@@ -347,7 +301,7 @@ def _dynamic_section(job: dict[str, object]) -> dict[str, object]:
     if orchestrator is not None:
         orchestrator.attach(model, optimizer)
     draw = random.Random(7)
-    sizes = [(28 * draw.randint(4, 12), draw.randint(16, 128)) for _ in range(20 if job["quick"] else 50)]
+    sizes = [(28 * draw.randint(4, 12), 32 * draw.randint(1, 4)) for _ in range(20 if job["quick"] else 50)]
     times = []
     for index, (size, text) in enumerate(sizes):
         batch = make_batch(shape, 16, "cuda", torch.bfloat16, image_size=size, text_tokens=text, seed=index)
@@ -478,8 +432,7 @@ def _recorded_events() -> list[list]:
 
 
 SECTIONS = {
-    "step": _step_section,
-    "step44": _step44_section,
+    "block": _block_section,
     "dynamic": _dynamic_section,
     "calls": _calls_section,
     "budget": _budget_section,
