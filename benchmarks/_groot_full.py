@@ -73,19 +73,36 @@ def build(
     return model.train()
 
 
-def micro_batch(samples: int, *, model: nn.Module, device: str = "cuda", seed: int = 0) -> dict[str, object]:
-    """Make one micro-batch on ``device``; the number of valid text tokens and action steps varies by sample."""
+def micro_batch(
+    samples: int,
+    *,
+    model: nn.Module,
+    device: str = "cuda",
+    seed: int = 0,
+    side: int = 252,
+    tokens: int = TOKENS,
+) -> dict[str, object]:
+    """Make one micro-batch on ``device``; the number of valid text tokens and action steps varies by sample.
+
+    Args:
+        samples: Samples.
+        model: The model it is for.
+        device: Where the tensors go.
+        seed: Seed of the numbers.
+        side: Height and width of the two images, pixels, a multiple of 28.
+        tokens: Padded length of a row of text and image tokens.
+    """
     cfg = model.config
     generator = torch.Generator().manual_seed(seed)
-    images = 2 * cfg.image_tokens(252, 252)
+    images = 2 * cfg.image_tokens(side, side)
     language = cfg.language
     rows = []
     for _ in range(samples):
-        text = int(torch.randint(40, TOKENS - images + 1, (), generator=generator))
+        text = int(torch.randint(min(40, tokens - images), tokens - images + 1, (), generator=generator))
         ids = torch.randint(0, 1000, (text,), generator=generator).tolist()
         rows.append([*ids[:20], *[language.image_token_id] * images, *ids[20:]])
     layout = layout_tokens(
-        rows, image_token_id=language.image_token_id, pad_token_id=language.pad_token_id, pad_to=TOKENS
+        rows, image_token_id=language.image_token_id, pad_token_id=language.pad_token_id, pad_to=tokens
     )
     head = cfg.head
     mask = torch.zeros(samples, head.action_horizon, head.max_action_dim)
@@ -95,7 +112,7 @@ def micro_batch(samples: int, *, model: nn.Module, device: str = "cuda", seed: i
         mask[row, :steps, :DIMS] = 1
     batch: dict[str, Tensor] = {
         **layout.items(),
-        "pixel_values": torch.randn(samples, 2, 3, 252, 252, generator=generator).to(torch.bfloat16),
+        "pixel_values": torch.randn(samples, 2, 3, side, side, generator=generator).to(torch.bfloat16),
         "state": torch.randn(samples, 1, head.max_state_dim, generator=generator),
         "action": torch.randn(samples, head.action_horizon, head.max_action_dim, generator=generator) * mask,
         "action_mask": mask,

@@ -8,9 +8,9 @@ gradient clipping, in one process on one GPU. Columns:
 * ``graph_4x4``, ``graph_fused``: the same two, replayed as CUDA graphs, optimizer inside;
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
-  weights with float32 masters in it instead of float32 weights under autocast, ``overlap`` the optimizer's step
-  beside the next pass's frozen prefix, ``cudnn`` or ``flash`` attention first, ``ops`` our fused operators,
-  ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
+  weights with float32 masters in it instead of float32 weights under autocast, ``overlap`` the optimizer's
+  step beside the next pass's frozen prefix, ``cudnn`` or ``flash`` attention first, ``ops`` our fused
+  operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
@@ -95,7 +95,7 @@ def plain_step(
 ) -> Callable[[], Tensor]:
     """Plain PyTorch: accumulate over ``batches``, clip, step."""
     optimizer = optimizer_for(bench)
-    model = model or bench.model
+    model = bench.model if model is None else model
     trainable = [p for p in bench.model.parameters() if p.requires_grad]
 
     def step() -> Tensor:
@@ -361,6 +361,8 @@ def check_equality(bench: Bench) -> dict[str, object]:
 def in_subprocess(name: str, args: object, limit: float) -> dict[str, object]:
     """Measure a column in a process of its own, so that a compile that takes too long can be stopped."""
     command = [sys.executable, __file__, "--columns", name, "--precision", args.precision, "--no-check"]
+    command += [f"--repeats={args.repeats}"] if args.repeats else []
+    command += [f"--steps={args.steps}"] if args.steps else []
     command += ["--row"] + (["--tiny"] if args.tiny else []) + (["--quick"] if args.quick else [])
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
@@ -405,6 +407,8 @@ def main() -> None:
     parser.add_argument(
         "--compile-limit", type=float, default=240.0, help="seconds for the whole-model compile"
     )
+    parser.add_argument("--repeats", type=int, default=None, help="timed groups of steps in a column")
+    parser.add_argument("--steps", type=int, default=None, help="steps in a group")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not args.tiny:
@@ -423,6 +427,7 @@ def main() -> None:
             )
         print(notes[-1], flush=True)
     repeats, steps = (3, 3) if args.quick or args.tiny else (5, 10)
+    repeats, steps = args.repeats or repeats, args.steps or steps
     for name in args.columns.split(","):
         started = time.perf_counter()
         try:

@@ -321,6 +321,29 @@ def test_dropout_differs_per_replay_and_follows_the_seed_fault_f01():
 
 
 @pytest.mark.parametrize("gradients", ["accumulate", "overwrite"])
+def test_our_adam_in_the_graph_equals_eager_with_a_schedule_fault_f04(gradients):
+    ours, theirs = pair()
+    optimizers = [ours_adam(m) for m in (ours, theirs)]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=12) for o in optimizers]
+    config = config_for(gradients=gradients, zero_in_graph=True, max_norm=0.5)
+    runner = GraphRunner(ours, config, optimizer=optimizers[0])
+    for step in range(12):
+        batch = drawn(ours, step)
+        if step == 5:
+            batch = {**batch, "action": batch["action"] * float("nan")}
+        result = runner.run(batch)
+        optimizers[1].zero_grad(set_to_none=False)
+        loss = plain(theirs, batch)
+        optimizers[1].step(found_inf=torch.tensor(float(loss != loss), device=PLACE["device"]))
+        assert result.finite.item() == (step != 5)
+        for schedule in schedules:
+            schedule.step()
+    assert result.graph, runner.stats().failures
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("gradients", ["accumulate", "overwrite"])
 def test_optimizer_in_the_graph_equals_eager_with_a_schedule_fault_f04(gradients):
     ours, theirs = pair()
     optimizers = [

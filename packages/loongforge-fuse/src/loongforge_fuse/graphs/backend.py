@@ -57,12 +57,9 @@ class CudaBackend:
 
     Args:
         device: The model's device.
-        relaxed: Allow calls during a capture that other streams could be disturbed by; an optimizer that pins
-            memory for its tables needs it. Default False.
     """
 
-    def __init__(self, device: torch.device, *, relaxed: bool = False) -> None:
-        self._error_mode = "relaxed" if relaxed else "thread_local"
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -91,7 +88,7 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode=self._error_mode
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 outputs = work()
         except BaseException:
@@ -139,6 +136,30 @@ class _CudaRecording:
             torch.cuda.synchronize()
             self._graph.reset()
         self._graph = None
+        self.outputs = ()
+
+
+class Chain:
+    """Recordings that are replayed one after the other and share the first one's outputs.
+
+    Args:
+        parts: The recordings, in order.
+    """
+
+    def __init__(self, *parts: Recorded) -> None:
+        self._parts = parts
+        self.outputs = parts[0].outputs
+        self.bytes = sum(part.bytes for part in parts)
+
+    def replay(self) -> None:
+        """Replay all parts."""
+        for part in self._parts:
+            part.replay()
+
+    def release(self) -> None:
+        """Release all parts."""
+        for part in self._parts:
+            part.release()
         self.outputs = ()
 
 

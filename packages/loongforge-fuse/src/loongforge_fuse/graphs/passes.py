@@ -66,11 +66,6 @@ class StepPass:
             self.lagged = LaggedStep(model, self._optimizer, device)
 
     @property
-    def relaxed(self) -> bool:
-        """Whether capturing needs calls that the strict modes forbid."""
-        return self._optimizer is not None and self._optimizer.own_clip
-
-    @property
     def clears(self) -> bool:
         """Whether the first pass of a window clears the gradients itself."""
         config = self._config
@@ -125,6 +120,30 @@ class StepPass:
                 counts = per_micro_batch(losses.counts, weighting.sizes)
                 head = torch.stack([total.detach().float(), finite.float()])
                 return (torch.cat([head, sums, counts]),)
+
+        return work
+
+    @property
+    def splits(self) -> bool:
+        """Whether the optimizer keeps a table of addresses, which must not be made inside a capture."""
+        return self._optimizer is not None and self._optimizer.own_clip
+
+    def prime(self) -> None:
+        """Make the optimizer's tables for the gradients that are attached now, without a step."""
+        if self._optimizer is not None:
+            with torch.no_grad():
+                self._optimizer.step(torch.zeros((), dtype=torch.bool, device=self._device))
+
+    def tail(self, outputs: Outputs) -> Pass:
+        """Return the pass that steps after one whose outputs are given, and completes their finite flag."""
+
+        def work() -> Outputs:
+            vector = outputs[0]
+            if self._optimizer is not None:
+                with torch.no_grad():
+                    finite = self._optimizer.step(vector[1] > 0)
+                    vector[1].copy_(finite)
+            return (vector[1].clone(),)
 
         return work
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from loongforge_fuse.fusion.execute import Backward, NoSampleLossesError, StepResult, Weighting
-from loongforge_fuse.graphs.backend import Backend, CudaBackend, EmulatedBackend, Outputs
+from loongforge_fuse.graphs.backend import (
+    Backend,
+    Chain,
+    CudaBackend,
+    EmulatedBackend,
+    Outputs,
+    Recorded,
+)
 from loongforge_fuse.graphs.config import GraphConfig
 from loongforge_fuse.graphs.entry import GraphEntry, LiveParameters
 from loongforge_fuse.graphs.key import BatchSignature, describe
@@ -115,7 +122,7 @@ class GraphRunner:
         if self.config.mode == "emulated":
             return EmulatedBackend(self._live.all_trainable), None
         if self._device.type == "cuda":
-            return CudaBackend(self._device, relaxed=self._pass.relaxed), None
+            return CudaBackend(self._device), None
         return None, GraphReason.NO_DEVICE
 
     def run(self, batch: Batch, weights: Tensor | None = None) -> StepResult:
@@ -240,7 +247,12 @@ class GraphRunner:
         if not entry.overwrites:
             entry.gradients = self._live.static_gradients()
         entry.fill(signature, weighting)
-        work = self._pass.bind(entry.batch, entry.weighting, first=first, last=last, static=True)
+        # An optimizer that keeps a table of addresses cannot make it inside a capture for gradients that only
+        # exist since that capture: forward and backward are recorded first, then the step on their gradients.
+        apart = entry.overwrites and entry.stepped and self._pass.splits
+        work = self._pass.bind(
+            entry.batch, entry.weighting, first=first, last=last, static=True, with_optimizer=not apart
+        )
         rehearsal = self._pass.bind(
             entry.batch, entry.weighting, first=first, last=last, static=True, with_optimizer=False
         )
@@ -249,6 +261,8 @@ class GraphRunner:
             self._pass.refresh()
             entry.attach(zero=False)
             recording = backend.capture(work, rehearsal)
+            if apart:
+                recording = self._record_step(backend, recording)
         except NoSampleLossesError:
             self._live.restore(kept)
             raise
@@ -266,6 +280,12 @@ class GraphRunner:
         self._captured_before.add(key)
         self._entries[key] = entry
         return self._within_cap(key)
+
+    def _record_step(self, backend: Backend, recording: Recorded) -> Recorded:
+        """Record the optimizer's step behind a recorded pass."""
+        self._pass.prime()
+        step = self._pass.tail(recording.outputs)
+        return Chain(recording, backend.capture(step, lambda: (recording.outputs[0][1].clone(),)))
 
     def _within_cap(self, key: tuple[Hashable, ...]) -> tuple[GraphEntry | None, GraphReason | None]:
         """Evict the oldest recordings until the memory cap holds."""
