@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loongforge_comm import CommPlan, Curve, GradientSpec, LinkModel, plan_buckets
 from loongforge_comm.link import Correction
-from loongforge_comm.planner import cost_curve, segment
+from loongforge_comm.planner import calm_cuts, cost_curve, segment
 
 
 def brute_force(ready: list[float], sizes: list[float], curve: Curve, extra: float = 0.0) -> float:
@@ -55,6 +55,31 @@ def test_finish_time_equals_brute_force_on_random_instances(
     assert cuts[-1] == len(items)
     assert cuts == sorted(set(cuts))
     assert finish == pytest.approx(brute_force(ready, sizes, curve, extra), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tensors, curves, st.floats(0, 0.5))
+def test_plans_with_few_buckets_end_within_half_a_percent_of_the_optimum(
+    items: list[tuple[float, int]], curve: Curve, extra: float
+) -> None:
+    ready = np.asarray(sorted(r for r, _ in items))
+    sizes = np.asarray([float(s) for _, s in items])
+    cuts = calm_cuts(ready, sizes, [curve], extra_ms=extra)
+    end = start = 0
+    for stop in cuts:
+        cost = float(curve.predict(np.asarray([sizes[start:stop].sum()]))[0]) + extra
+        end, start = max(end, ready[stop - 1]) + cost, stop
+    best_cuts, best = segment(ready, sizes, [curve], extra_ms=extra)
+    assert start == len(items)
+    assert end <= best * 1.005 + 1e-9
+    assert len(cuts) <= len(best_cuts) or end <= best * 1.005
+
+
+def test_hidden_communication_uses_few_buckets() -> None:
+    specs = [gradient(i, 2**18, float(i)) for i in range(200)]
+    plan = plan_buckets(specs, LinkModel.from_alpha_beta(0.05, 20.0))
+    assert len(plan.buckets) <= 6
+    assert plan.exposed_ms < 0.5
 
 
 def test_two_thousand_gradients_are_planned_in_under_100_ms() -> None:

@@ -110,7 +110,12 @@ def measure_channels(
         group = channels.ring if name == "ring" else channels.peers
         curves[name] = _measure(name, group, agreement, device, share)
     link = LinkModel(
-        world_size=len(channels.ranks), backend=backend, curves=curves, fingerprint=digest, source="measured"
+        world_size=len(channels.ranks),
+        backend=backend,
+        curves=curves,
+        fingerprint=digest,
+        source="measured",
+        launch_ms=_launch_ms(channels, device),
     )
     link = LinkModel.from_json(str(agreement.exchange("link", link.to_json())[0]))
     if first and path is not None:
@@ -150,6 +155,20 @@ def _measure(
         if position >= 2 and expected_s * (repeats + 1) > left:
             break
     return Curve.fit(sizes, quartiles, spreads)
+
+
+def _launch_ms(channels: Channels, device: torch.device) -> float:
+    """Host time of one bucket: twice the launch of a small asynchronous collective (packing costs about as
+    much).
+    """
+    payload = torch.zeros(256, device=device)
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        flight = channels.launch(payload, "ring")
+        times.append(time.perf_counter() - begin)
+        flight.wait(60.0)
+    return 2e3 * float(np.median(times))
 
 
 def _time(name: str, payload: torch.Tensor, group: dist.ProcessGroup) -> float:

@@ -63,35 +63,133 @@ def segment(
         in ms.
         Complexity: O(n^2) vectorised, 2 000 gradients in well under 100 ms.
     """
-    count = len(nbytes)
-    if not count:
-        return [], 0.0
-    evaluate = [curve.evaluator() for curve in costs]
-    key_of = list(keys) if keys is not None else [0] * count
-    prefix = np.concatenate(([0.0], np.cumsum(nbytes)))
-    finish = np.zeros(count + 1)
-    choice = np.zeros(count + 1, dtype=np.int64)
-    low = 0
-    for j in range(1, count + 1):
-        ready = float(ready_ms[j - 1])
-        if j > 1 and key_of[j - 1] != key_of[j - 2]:
-            low = j - 1
-        first = low
-        if prefix[j] - prefix[first] > max_bytes:
-            first = min(j - 1, max(first, int(np.searchsorted(prefix, prefix[j] - max_bytes - 0.5))))
-        # Ends are not decreasing: of all splits already finished when j is ready, the last has the smallest
-        # bucket.
-        first += max(0, int(finish[first:j].searchsorted(ready, side="right")) - 1)
-        size = prefix[j] - prefix[first:j]
-        total = np.maximum(finish[first:j], ready) + evaluate[key_of[j - 1]](size)
-        best = int(total.argmin())
-        finish[j] = total[best] + extra_ms
-        choice[j] = first + best
-    cuts, j = [], count
-    while j > 0:
-        cuts.append(j)
-        j = int(choice[j])
-    return cuts[::-1], float(finish[count])
+    problem = _Problem(ready_ms, nbytes, costs, keys=keys, extra_ms=extra_ms, max_bytes=max_bytes)
+    return problem.cuts(), problem.finish_ms
+
+
+class _Problem:
+    """One stream of gradients with its solved ends."""
+
+    def __init__(
+        self,
+        ready_ms: NDArray[np.float64],
+        nbytes: NDArray[np.float64],
+        costs: Sequence[Curve],
+        *,
+        keys: Sequence[int] | None = None,
+        extra_ms: float = 0.0,
+        max_bytes: float = float("inf"),
+    ) -> None:
+        count = len(nbytes)
+        self._ready = ready_ms
+        self._evaluate = [curve.evaluator() for curve in costs]
+        self._keys = list(keys) if keys is not None else [0] * count
+        self._extra = extra_ms
+        self._prefix = np.concatenate(([0.0], np.cumsum(nbytes)))
+        self._low = np.zeros(count + 1, dtype=np.int64)
+        self._finish = np.zeros(count + 1)
+        self._choice = np.zeros(count + 1, dtype=np.int64)
+        self._solve(max_bytes)
+
+    def _solve(self, max_bytes: float) -> None:
+        prefix, finish = self._prefix, self._finish
+        low = 0
+        for j in range(1, len(finish)):
+            ready = float(self._ready[j - 1])
+            if j > 1 and self._keys[j - 1] != self._keys[j - 2]:
+                low = j - 1
+            first = low
+            if prefix[j] - prefix[first] > max_bytes:
+                fits = int(np.searchsorted(prefix, prefix[j] - max_bytes - 0.5))
+                first = min(j - 1, max(first, fits))
+            self._low[j] = first
+            # Ends are not decreasing: of all splits that ended before j is ready, the last has the smallest
+            # bucket.
+            first += max(0, int(finish[first:j].searchsorted(ready, side="right")) - 1)
+            size = prefix[j] - prefix[first:j]
+            total = np.maximum(finish[first:j], ready) + self._evaluate[self._keys[j - 1]](size)
+            best = int(total.argmin())
+            finish[j] = total[best] + self._extra
+            self._choice[j] = first + best
+
+    @property
+    def finish_ms(self) -> float:
+        """Earliest possible end."""
+        return float(self._finish[-1])
+
+    def cuts(self) -> list[int]:
+        """Bucket ends of an optimal plan."""
+        result, j = [], len(self._finish) - 1
+        while j > 0:
+            result.append(j)
+            j = int(self._choice[j])
+        return result[::-1]
+
+    def fewest(self, deadline_ms: float) -> list[int]:
+        """Bucket ends of a plan that ends by the deadline with few buckets: from the last one, each takes as
+        many
+        gradients as its own deadline allows.
+        """
+        result, j, deadline = [], len(self._finish) - 1, deadline_ms
+        while j > 0:
+            first = int(self._low[j])
+            cost = self._evaluate[self._keys[j - 1]](self._prefix[j] - self._prefix[first:j]) + self._extra
+            begin = np.maximum(self._finish[first:j], float(self._ready[j - 1]))
+            chosen = int(np.argmax(begin + cost <= deadline + 1e-9))
+            result.append(j)
+            deadline -= float(cost[chosen])
+            j = first + chosen
+        return result[::-1]
+
+    def end_of(self, cuts: Sequence[int]) -> float:
+        """End of a plan given by its bucket ends."""
+        end, start = 0.0, 0
+        for stop in cuts:
+            size = np.asarray([self._prefix[stop] - self._prefix[start]])
+            cost = float(self._evaluate[self._keys[stop - 1]](size)[0]) + self._extra
+            end = max(end, float(self._ready[stop - 1])) + cost
+            start = stop
+        return end
+
+
+SAFETY = 1.3
+SLACK = 0.005
+
+
+def calm_cuts(
+    ready_ms: NDArray[np.float64],
+    nbytes: NDArray[np.float64],
+    costs: Sequence[Curve],
+    *,
+    keys: Sequence[int] | None = None,
+    extra_ms: float = 0.0,
+    max_bytes: float = float("inf"),
+) -> list[int]:
+    """Bucket ends with few launches: within half a percent of the optimum, also if the link is 30 % slower.
+
+    The exact solution ends every prefix as early as possible, which makes many buckets where communication is
+    hidden
+    anyway. The candidate with the fewest buckets is made for a link 30 % slower than measured, so it does not
+    sit on a
+    tight deadline; it is taken when it ends within 0.5 % of the exact optimum on the measured link (less
+    where hardly
+    anything is exposed: one start-up and 2 % of the exposed time).
+    """
+    if not len(nbytes):
+        return []
+    exact = _Problem(ready_ms, nbytes, costs, keys=keys, extra_ms=extra_ms, max_bytes=max_bytes)
+    slower = [curve.scaled(SAFETY) for curve in costs]
+    safe = _Problem(ready_ms, nbytes, slower, keys=keys, extra_ms=SAFETY * extra_ms, max_bytes=max_bytes)
+    start_up = min(curve.alpha_ms for curve in costs) + extra_ms
+    last = float(ready_ms[-1])
+
+    def slack(finish: float) -> float:
+        return min(SLACK * finish, start_up + 4 * SLACK * (finish - last))
+
+    candidate = safe.fewest(safe.finish_ms + slack(safe.finish_ms))
+    if exact.end_of(candidate) <= exact.finish_ms + slack(exact.finish_ms):
+        return candidate
+    return exact.cuts()
 
 
 def cost_curve(link: LinkModel, strategy: str | None = None) -> Curve:
@@ -222,7 +320,7 @@ def _optimal(items: list[_Item], link: LinkModel, cap: float) -> list[tuple[list
     costs = [cost_curve(link, strategy) for _, strategy in known]
     ready = np.asarray([item.spec.ready_ms for item in items], dtype=np.float64)
     sizes = np.asarray([item.nbytes for item in items], dtype=np.float64)
-    cuts, _ = segment(ready, sizes, costs, keys=keys, extra_ms=link.launch_ms, max_bytes=cap)
+    cuts = calm_cuts(ready, sizes, costs, keys=keys, extra_ms=link.launch_ms, max_bytes=cap)
     result, start = [], 0
     for stop in cuts:
         part = items[start:stop]
