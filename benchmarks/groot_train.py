@@ -151,7 +151,7 @@ def step_section(options, rows, figures, notes) -> None:
 
 
 def time_steps(model, optimizer, batch, options) -> dict[str, object]:
-    repetitions = 5 if options.quick else 15
+    repetitions = 5 if options.quick else 10
     phases: dict[str, list[float]] = {"forward_ms": [], "backward_ms": [], "optimizer_ms": [], "step_ms": []}
     for repetition in range(repetitions + 3):
         drawn = model.draw(batch)
@@ -210,9 +210,10 @@ def train_section(options, rows, figures, notes) -> None:
             continue
         rows.append(row)
         print(row, flush=True)
-        for key in ("data_wait_share", "gpu_util", "tokens_per_s_gpu", "peak_gib", "loss_ratio"):
+        for key in ("data_wait_share", "tokens_per_s_gpu", "peak_gib", "loss_ratio"):
             value = row[key]
             figures[key] = value["median"] if isinstance(value, dict) else value
+        figures["gpu_util"] = row["gpu_util_mean"]
         figures["step_ms"] = row["step_ms"]["median"]
         figures["variant"] = name
 
@@ -254,9 +255,9 @@ def train_variant(options, name, steps, recipe, samples, accumulation, pillars) 
                 if time.perf_counter() - began > limit:
                     break
             synchronize(options.device)
+            utilisation = sampler.stop() if sampler else []
             session.parts.recorder.flush()
         finally:
-            utilisation = sampler.stop() if sampler else []
             session.close()
     return summarise(options, name, records, utilisation, samples, accumulation)
 
@@ -282,6 +283,7 @@ def summarise(options, name, records, utilisation, samples, accumulation) -> dic
         "step_ms": _common.spread(step_ms),
         "data_wait_share": sum(waits) / max(1e-9, sum(step_ms)),
         "gpu_util": _common.spread([u / 100 for u in utilisation]) if utilisation else None,
+        "gpu_util_mean": sum(utilisation) / len(utilisation) / 100 if utilisation else None,
         "tokens_per_s_gpu": _common.spread(tokens) if tokens else None,
         "samples_per_s": 1e3 * samples / (sum(step_ms) / len(step_ms)),
         "peak_gib": peak_gib(options.device),
@@ -333,7 +335,8 @@ class Utilisation:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-        return self._values
+        # The driver's window of the first and the last sample reaches beyond the measured steps.
+        return self._values[1:-1]
 
 
 # ---- budget ----------------------------------------------------------------------------------------------
@@ -350,8 +353,15 @@ def budget_section(options, rows, figures, notes) -> None:
     try:
         recipe = get_recipe(options.budget_recipe)
         batch = int(recipe.training.get("batch_size", 8))
-        pillars = {**OFF, "data": "on"}
-        row = train_variant(options, "24 GB preset", 20, options.budget_recipe, batch, 1, pillars)
+        for pillars in ({**OFF, "data": "on", "graph": True}, {**OFF, "data": "on"}):
+            try:
+                row = train_variant(options, "24 GB preset", 20, options.budget_recipe, batch, 1, pillars)
+                break
+            except Exception:
+                notes.append(f"24 GB preset with {pillars} failed: {traceback.format_exc(limit=6)}")
+                free()
+        else:
+            return
         row["section"] = "budget"
         if options.device.startswith("cuda"):
             row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30

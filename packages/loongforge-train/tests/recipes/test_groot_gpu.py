@@ -122,9 +122,10 @@ def test_images_are_prepared_alike_on_both_devices():
     plan = plan_decoded(64, 85, options)
     host = prepare_images(images, plan, options, drawn)
     device = prepare_images(images.cuda(), plan, options, drawn.cuda()).cpu()
-    # Whole values 0..255 may differ by one where a sum sits on the border of rounding.
-    assert (host - device).abs().max() <= 4.1 / 127.5
-    assert (host - device).abs().mean() < 0.05 / 127.5
+    # Where a sum sits on the border of rounding a value differs by one, and later stages may carry it on.
+    levels = (host - device).abs() * 127.5
+    assert levels.max() <= 8.1
+    assert (levels > 0.5).float().mean() < 0.01
 
 
 @pytest.mark.slow
