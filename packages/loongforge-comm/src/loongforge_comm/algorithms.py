@@ -1,8 +1,7 @@
 """All-reduce algorithms written on point-to-point transfers and all-gather, for backends without a choice.
 
 Every function sums ``buffer`` over the ranks in place and blocks until the sum is there (on CUDA it blocks
-the current
-stream, not the host). Volumes are per rank for P ranks and S bytes:
+the current stream, not the host). Volumes are per rank for P ranks and S bytes:
 
 ===========  =================  ==========================  ===========================================
 name         steps              bytes sent                  order of the sum

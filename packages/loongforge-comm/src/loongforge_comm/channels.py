@@ -84,11 +84,9 @@ class Channels:
     """Process groups and threads that carry buckets; all ranks must create it and launch in the same order.
 
     Two groups of the same ranks are used beside the caller's: ``ring`` for the backend's all-reduce and
-    ``peers`` for
-    the algorithms of :mod:`loongforge_comm.algorithms`, so that neither mixes with collectives of the model.
-    torch
-    names such groups by their ranks and by how many groups the process is in, so every rank must be in
-    equally many.
+    ``peers`` for the algorithms of :mod:`loongforge_comm.algorithms`, so that neither mixes with collectives
+    of the model. torch names such groups by their ranks and by how many groups the process is in, so every
+    rank must be in equally many.
     """
 
     def __init__(
@@ -172,8 +170,7 @@ class Channels:
         algorithm.
 
         NCCL reads ``NCCL_ALGO`` when a communicator is created, that is at the group's first collective on a
-        device.
-        The setting is undocumented, process-wide while set, and must be equal on all ranks.
+        device. The setting is undocumented, process-wide while set, and must be equal on all ranks.
         """
         if not (self._nccl_algorithms and payload.is_cuda):
             return self.ring

@@ -20,8 +20,8 @@ def bucket_arguments(plan: CommPlan) -> dict[str, object]:
     """Arguments of ``DistributedDataParallel`` that make it close its buckets where the plan does.
 
     torch >= 2.11 takes one cap per bucket. Older versions take one cap for all: the median planned size,
-    which also
-    drops their small first bucket. The order is the one the stock reducer sees in its first backward.
+    which also drops their small first bucket. The order is the one the stock reducer sees in its first
+    backward.
     """
     caps = plan.bucket_cap_mb_list()
     if not caps:

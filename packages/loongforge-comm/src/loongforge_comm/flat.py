@@ -25,8 +25,7 @@ class FlatBucket:
         buffer: everything that is sent: gradients, use flags and, in the first bucket, the control word.
         flags: one element per entry of ``names``; after the reduction the share of ranks that had a gradient.
         control: one element in the first dense bucket, else empty; non-zero after the reduction when a rank
-            has a
-            request for the step border.
+            has a request for the step border.
     """
 
     index: int

@@ -134,8 +134,7 @@ def gradient_specs(
     Args:
         model: the module, not compiled as a whole.
         ready_ms: measured or predicted ready times by parameter name. Without it the reverse of the
-            registration
-            order is assumed, spaced by parameter size (0 to 1 ms, shape only).
+            registration order is assumed, spaced by parameter size (0 to 1 ms, shape only).
         local: patterns of parameters that stay per rank.
 
     Returns:

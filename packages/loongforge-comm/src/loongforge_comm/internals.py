@@ -28,8 +28,7 @@ def nested_backward() -> bool:
     """Whether the running backward was started inside another one (reentrant checkpoint, inner backward).
 
     Seen from the Python stack: on the main thread the outermost call to the engine is there as well, on a
-    device
-    thread only inner ones are.
+    device thread only inner ones are.
     """
     frame = sys._getframe(1)
     depth = 0

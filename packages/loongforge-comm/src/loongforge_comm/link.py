@@ -25,8 +25,8 @@ class Curve:
         ms: milliseconds at these sizes, not decreasing.
         spread_ms: interquartile range of the measurement at each size, zeros for models.
         valid_to: largest size at which the curve may speak for an alternative to the ring; a measured curve
-            ends where
-            its measurement ended, because a short range says nothing about bandwidth (token buckets, caches).
+            ends where its measurement ended, because a short range says nothing about bandwidth (token
+            buckets, caches).
     """
 
     nbytes: tuple[float, ...]

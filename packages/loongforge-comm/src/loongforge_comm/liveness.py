@@ -46,9 +46,8 @@ class Liveness:
     """A background thread that writes this rank's beat and reads the others'.
 
     A beat comes from a Python thread: a C call that holds the interpreter lock for longer than the timeout
-    looks like
-    a stopped rank. The store's host is a single point of failure; when it does not answer, that is what is
-    reported.
+    looks like a stopped rank. The store's host is a single point of failure; when it does not answer, that is
+    what is reported.
     """
 
     def __init__(

@@ -82,10 +82,8 @@ def measure_channels(
     """Time each strategy over payload sizes on the real groups (collective call).
 
     The time of a size is the median over repetitions of the minimum over ranks, so that a rank that enters
-    late does
-    not count as slow link. The ring gets 60 % of the budget because it is always needed. All ranks return
-    rank
-    0's table.
+    late does not count as slow link. The ring gets 60 % of the budget because it is always needed. All ranks
+    return rank 0's table.
 
     Args:
         channels: the groups to measure.

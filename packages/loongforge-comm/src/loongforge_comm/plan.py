@@ -137,8 +137,7 @@ class CommPlan:
         """Caps in MiB that make stock ``DistributedDataParallel`` (torch >= 2.11) close its buckets at ours.
 
         Its fill is greedy: a bucket closes when its size reaches the cap. Buckets of split tensors are
-        joined,
-        because it never splits, and sparse buckets are left out.
+        joined, because it never splits, and sparse buckets are left out.
         """
         caps: list[float] = []
         carry = 0

@@ -44,11 +44,9 @@ def segment(
     """Cut the ready-ordered gradients into buckets that finish as early as possible.
 
     One in-order channel: bucket ``i..j`` starts at the later of its last gradient's ready time and the end of
-    the
-    bucket before, and takes ``cost(bytes)``. With ``F(j)`` the earliest end of the first ``j`` gradients,
+    the bucket before, and takes ``cost(bytes)``. With ``F(j)`` the earliest end of the first ``j`` gradients,
     ``F(j) = min_i max(F(i), r_j) + cost(P_j - P_i)``, which is exact because the order is fixed and costs do
-    not
-    fall with size. Among equals the larger bucket wins (fewer launches).
+    not fall with size. Among equals the larger bucket wins (fewer launches).
 
     Args:
         ready_ms: ready times, not decreasing.
@@ -127,8 +125,7 @@ class _Problem:
 
     def fewest(self, deadline_ms: float) -> list[int]:
         """Bucket ends of a plan that ends by the deadline with few buckets: from the last one, each takes as
-        many
-        gradients as its own deadline allows.
+        many gradients as its own deadline allows.
         """
         result, j, deadline = [], len(self._finish) - 1, deadline_ms
         while j > 0:
@@ -168,12 +165,9 @@ def calm_cuts(
     """Bucket ends with few launches: within half a percent of the optimum, also if the link is 30 % slower.
 
     The exact solution ends every prefix as early as possible, which makes many buckets where communication is
-    hidden
-    anyway. The candidate with the fewest buckets is made for a link 30 % slower than measured, so it does not
-    sit on a
-    tight deadline; it is taken when it ends within 0.5 % of the exact optimum on the measured link (less
-    where hardly
-    anything is exposed: one start-up and 2 % of the exposed time).
+    hidden anyway. The candidate with the fewest buckets is made for a link 30 % slower than measured, so it
+    does not sit on a tight deadline; it is taken when it ends within 0.5 % of the exact optimum on the
+    measured link (less where hardly anything is exposed: one start-up and 2 % of the exposed time).
     """
     if not len(nbytes):
         return []
@@ -197,8 +191,7 @@ def cost_curve(link: LinkModel, strategy: str | None = None) -> Curve:
     margin).
 
     Piecewise linear with every crossing as a point. Where an alternative's measured range ends, the envelope
-    returns
-    to the ring within one byte.
+    returns to the ring within one byte.
     """
     if strategy is not None:
         return link.curves.get(strategy, link.curves["ring"])
@@ -244,10 +237,10 @@ def plan_buckets(
     """Compute the communication plan.
 
     Gradients of one dtype and device form one stream; each stream is segmented exactly, then the buckets of
-    all
-    streams are merged by ready time into one launch order. With one stream the result is optimal under the
-    cost
-    model; with several each stream is optimal as if it had the link alone.
+    all streams are merged by ready time into one launch order. With one stream the end is within half a
+    percent of the optimum under the cost model (see :func:`calm_cuts`); with several each stream is planned
+    as if
+    it had the link alone.
 
     Args:
         gradients: specs with ready times, any order.

@@ -40,10 +40,8 @@ class RankCalls(ABC):
         Args:
             has_batch: this rank has data for one more step.
             rule: ``stop``: end for all as soon as one rank has none. ``join``: go on while one rank has data;
-                ranks
-                without call :meth:`shadow_step` in place of forward and backward, and averages divide by the
-                ranks
-                that had data.
+                ranks without call :meth:`shadow_step` in place of forward and backward, and averages divide
+                by the ranks that had data.
 
         Returns:
             True when the step takes place. Costs one store exchange.

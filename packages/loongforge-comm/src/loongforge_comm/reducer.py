@@ -359,8 +359,7 @@ class Reducer:
         """Whether some rank asked for the step border, as seen by all ranks.
 
         On CUDA this is the word of the reduction before the last one, whose copy has long arrived: reading
-        the last
-        one would make the host wait for the device in every step.
+        the last one would make the host wait for the device in every step.
         """
         ready, self._control_older = self._control_older, self._control_read
         self._control_read = None

@@ -22,10 +22,8 @@ def collective_ms(strategy: str, nbytes: float, ranks: int, topology: Topology) 
     """Closed-form time of one all-reduce of ``nbytes`` over ``ranks`` ranks in milliseconds.
 
     Within one node, or on a flat network: ring ``2 (n-1) a + 2 (n-1)/n S b``, tree ``2 ceil(log2 n) (a + S
-    b)``,
-    direct ``a + (n-1) S b``, all-gather ``(n-1) (a + S b)``. Over several nodes ring and tree are
-    hierarchical:
-    reduce-scatter inside, all-reduce of the shard between nodes, all-gather inside.
+    b)``, direct ``a + (n-1) S b``, all-gather ``(n-1) (a + S b)``. Over several nodes ring and tree are
+    hierarchical: reduce-scatter inside, all-reduce of the shard between nodes, all-gather inside.
     """
     if ranks <= 1:
         return 0.0
@@ -216,10 +214,9 @@ def simulate(
     """Replay a plan on ``link.world_size`` ranks.
 
     Event rule: a bucket starts when every rank has its gradients and the bucket before has ended (one
-    in-order
-    channel). Each rank's backward is stretched by a log-normal factor of standard deviation ``jitter``, drawn
-    anew
-    for every rank and step; the expected maximum over many ranks is what stragglers cost.
+    in-order channel). Each rank's backward is stretched by a log-normal factor of standard deviation
+    ``jitter``, drawn anew for every rank and step; the expected maximum over many ranks is what stragglers
+    cost.
 
     Args:
         plan: buckets and ready times.

@@ -25,14 +25,10 @@ def build_mdg(
     """Describe a model before it trains; it must not be compiled as a whole.
 
     Edges come from ``torch.fx`` where it can follow the model; absent optional inputs are fixed to their
-    example value,
-    so that the trace takes the branch of the example. Otherwise they come from observed calls. Shapes, FLOPs
-    and the
-    true gradient-ready order come from one forward and backward on meta tensors, which needs no memory and no
-    device.
-    Where an operation has no meta version, or a tensor's value decides the path, a copy of the model is run
-    on its own
-    device instead.
+    example value, so that the trace takes the branch of the example. Otherwise they come from observed calls.
+    Shapes, FLOPs and the true gradient-ready order come from one forward and backward on meta tensors, which
+    needs no memory and no device. Where an operation has no meta version, or a tensor's value decides the
+    path, a copy of the model is run on its own device instead.
 
     Args:
         model: the module. It is copied, never changed or run itself.
@@ -44,8 +40,7 @@ def build_mdg(
 
     Returns:
         The graph. Optional inputs (default ``None``, or keys of a dictionary argument) are left out one at a
-        time to
-        find the modules that belong to them.
+        time to find the modules that belong to them.
 
     Raises:
         CompiledModelError: the model is compiled as a whole.
@@ -72,7 +67,7 @@ def build_mdg(
             notes.append(f"torch.fx cannot follow {sorted(opaque)}: edges from observed calls")
     except Exception as error:
         source = "hooks"
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         notes.append(f"torch.fx cannot follow the model ({reason}): edges from observed calls")
         if "inputs to control flow" in reason:
             control.append(ControlFlow(module="", kind="data-dependent", detail=reason))

@@ -44,8 +44,7 @@ def trace_edges(
     Args:
         model: the model.
         concrete: arguments fixed for the trace, above all optional inputs that are absent (fx would silently
-            take the
-            branch where they are present).
+            take the branch where they are present).
 
     Returns:
         Edges, and for each submodule that could not be followed the reason.
