@@ -126,6 +126,74 @@ def joined(batches: list[dict[str, object]]) -> dict[str, object]:
     return {name: torch.cat([b[name] for b in batches if isinstance(b[name], Tensor)]) for name in batches[0]}
 
 
+class Ahead(nn.Module):
+    """The model with its frozen prefix one batch ahead: while the trainable part works on batch ``t``, the frozen
+    tower and decoder layers already read batch ``t + 1`` on a stream of their own.
+
+    A batch carries the images and token ids of the next one under ``next.*``. The first pass (and any that does not
+    follow its announced batch) must be preceded by :meth:`prime`.
+
+    Args:
+        model: The model; its frozen prefix must not depend on anything that trains.
+    """
+
+    KEYS = ("pixel_values", "input_ids", "image_index")
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+        self.features: Tensor | None = None
+        device = next(model.parameters()).device
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        model.backbone.forward = self._trainable
+
+    def draw(self, batch: Mapping[str, object], generator: torch.Generator | None = None) -> dict[str, object]:
+        """Draw as the model does."""
+        return self.inner.draw(batch, generator=generator)
+
+    def loss_count(self, batch: Mapping[str, object]) -> Tensor:
+        """Count as the model does."""
+        return self.inner.loss_count(batch)
+
+    @torch.no_grad()
+    def prefix(self, batch: Mapping[str, object]) -> Tensor:
+        """Run the frozen part."""
+        backbone = self.inner.backbone
+        decoder = backbone.model.language_model.model
+        with torch.autocast(decoder.embed_tokens.weight.device.type, enabled=False):
+            x = backbone.model.embed(batch)
+            return decoder.run(x, list(decoder.layers)[: self.inner.config.first_trainable_layer])
+
+    def prime(self, batch: Mapping[str, object]) -> None:
+        """Compute the features of the batch that comes first."""
+        self.features = self.prefix(batch)
+
+    def _trainable(self, batch: Mapping[str, object]) -> Tensor:
+        decoder = self.inner.backbone.model.language_model.model
+        return decoder.norm(decoder.run(self._now, list(decoder.layers)[self.inner.config.first_trainable_layer :]))
+
+    def forward(self, batch: Mapping[str, object]) -> dict[str, Tensor]:
+        """Start the next batch's prefix and return the losses of this one."""
+        self._now = self.features.clone()
+        following = {key: batch[f"next.{key}"] for key in self.KEYS}
+        if self.side is None:
+            self.features.copy_(self.prefix(following))
+        else:
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):
+                self.features.copy_(self.prefix(following))
+        return self.inner({k: v for k, v in batch.items() if not k.startswith("next.")})
+
+    def after_pass(self) -> None:
+        """Join the side stream; called at the end of a pass."""
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+
+    def undo(self) -> None:
+        """Give the model its own backbone back."""
+        self.inner.backbone.__dict__.pop("forward", None)
+
+
 CATEGORIES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "attention", "sdpa"),
     "gemm": ("gemm", "cutlass", "cublas", "nvjet", "sm90_xmma", "wgmma", "splitk", "gemv", "_scaled_mm"),

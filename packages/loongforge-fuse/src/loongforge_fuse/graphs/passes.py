@@ -116,6 +116,9 @@ class StepPass:
                         self.lagged.set_due(finite)
                     else:
                         finite = self._optimizer.step(finite)
+                finish = getattr(self._model, "after_pass", None)
+                if callable(finish):
+                    finish()
                 sums = per_micro_batch(losses.sums.detach().float(), weighting.sizes)
                 counts = per_micro_batch(losses.counts, weighting.sizes)
                 head = torch.stack([total.detach().float(), finite.float()])
