@@ -9,9 +9,9 @@ gradient clipping, in one process on one GPU. Columns:
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
   weights with float32 masters in it instead of float32 weights under autocast, ``overlap`` the optimizer's
-  step beside the next pass's frozen prefix, ``ahead`` the frozen prefix of the next batch beside the trainable
-  part of this one (the loader has it one step early), ``cudnn`` or ``flash`` attention first, ``ops`` our
-  fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
+  step beside the next pass's frozen prefix, ``ahead`` the frozen prefix of the next batch beside the
+  trainable part of this one (the loader has it one step early), ``cudnn`` or ``flash`` attention first,
+  ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
