@@ -1,4 +1,5 @@
-"""Other loaders, measured in their own environment: run by ``data_loader.py --rivals``, prints one JSON line.
+"""Other loaders, measured in their own environment: run by ``data_loader.py --rivals``, which asks for one
+repetition at a time.
 
 Each gives (image of one or all cameras, 16-step action window) samples in random order, batches of 16, 2
 processes or threads; samples per second over ``batches`` batches after the first one.
@@ -9,23 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def rates(make: Callable[[], Iterator[object]], *, batch: int, batches: int, repetitions: int) -> list[float]:
-    """Return samples per second of each repetition."""
-    result = []
-    for _ in range(repetitions):
-        iterator = make()
-        next(iterator)
-        start = time.perf_counter()
-        count = sum(1 for _, _ in zip(range(batches), iterator, strict=False))
-        result.append(count * batch / (time.perf_counter() - start))
-        del iterator
-    return result
+def rate(make: Callable[[], Iterator[object]], *, batch: int, batches: int) -> float:
+    """Return samples per second over some batches after the first one."""
+    iterator = make()
+    next(iterator)
+    start = time.perf_counter()
+    count = sum(1 for _, _ in zip(range(batches), iterator, strict=False))
+    return count * batch / (time.perf_counter() - start)
 
 
 def lerobot(root: Path, backend: str, *, batch: int, workers: int) -> Callable[[], Iterator[object]]:
@@ -163,7 +160,6 @@ def main() -> None:
     parse.add_argument("--batch", type=int, default=16)
     parse.add_argument("--workers", type=int, default=2)
     parse.add_argument("--batches", type=int, default=40)
-    parse.add_argument("--repetitions", type=int, default=5)
     a = parse.parse_args()
     fps = json.loads((a.root / "meta" / "info.json").read_text())["fps"]
     if a.kind.startswith("lerobot-"):
@@ -172,8 +168,10 @@ def main() -> None:
         make = spdl(a.root, batch=a.batch, workers=a.workers, fps=fps)
     else:
         make = frames_by_process(a.root, a.kind, batch=a.batch, workers=a.workers)
-    values = rates(make, batch=a.batch, batches=a.batches, repetitions=a.repetitions)
-    print("\n" + json.dumps({"kind": a.kind, "rates": values, "median": statistics.median(values)}))
+    print(json.dumps({"ready": a.kind}), flush=True)
+    # One repetition per line on standard input, so that loaders can be measured in turns.
+    for _ in sys.stdin:
+        print(json.dumps({"rate": rate(make, batch=a.batch, batches=a.batches)}), flush=True)
 
 
 if __name__ == "__main__":

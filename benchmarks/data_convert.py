@@ -160,7 +160,8 @@ def main() -> None:
         "vs_swscale": medians["swscale bilinear", "224x224"] / medians["here", "224x224"],
         "vs_swscale_area": medians["swscale area", "224x224"] / medians["here", "224x224"],
         "vs_swscale_full_size": medians["swscale bilinear", "full size"] / medians["here", "full size"],
-        "max_abs_error": max(errors.values()),
+        "max_abs_error": max(errors.values()) / 255,
+        "max_abs_error_levels": max(errors.values()),
     }
     finish(result("data_convert", rows=rows, figures=numbers, repetitions=repetitions), arguments.json)
 

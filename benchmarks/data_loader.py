@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ from _common import finish, parser, result, spread
 from loongforge_data.dataset import open_dataset
 from loongforge_data.loader import ADFEDataLoader
 from loongforge_data.synthetic import write_dataset
+from loongforge_data.video import VideoFile
 
 BATCH, WORKERS = 16, 2
 RIVALS = ("lerobot-pyav", "lerobot-torchcodec", "torchcodec", "spdl", "pyav")
@@ -62,94 +64,119 @@ def data_sets(folder: Path, names: Sequence[str] | None, *, quick: bool) -> dict
     return {**(real if names is None or "g1_pick_v30" in names else {}), made.name: made}
 
 
-def ours(root: Path, *, shuffle: str, repetitions: int, cache: Path | None = None) -> Row:
-    """Measure epochs of the loader; the cached figure leaves out the epoch that fills the cache."""
-    import torch
+class Ours:
+    """The loader under test; a repetition is one whole epoch, the first batch included."""
 
-    torch.set_num_threads(1)
-    dataset = open_dataset(root, window={"action": range(16)})
-    loader: ADFEDataLoader = ADFEDataLoader(
-        dataset, BATCH, WORKERS, shuffle=shuffle, cache=cache, persistent_workers=True
-    )
-    for number, _ in enumerate(loader):
-        if cache is None and number == 3:
-            break
-    loader.set_epoch(1)
-    before = loader.stats()
-    rates = []
-    for _ in range(repetitions):
+    def __init__(self, root: Path, *, shuffle: str, cache: Path | None = None) -> None:
+        dataset = open_dataset(root, window={"action": range(16)})
+        self.name = "loongforge-data" + (" cached" if cache else "")
+        self.shuffle = shuffle
+        self.loader: ADFEDataLoader = ADFEDataLoader(
+            dataset, BATCH, WORKERS, shuffle=shuffle, cache=cache, persistent_workers=True, lookahead=False
+        )
+        # Workers start; with a cache, this epoch fills it.
+        for number, _ in enumerate(self.loader):
+            if cache is None and number == 3:
+                break
+        self.loader.set_epoch(1)
+        self.before = self.loader.stats()
+
+    def rate(self) -> float:
+        """Return samples per second of the next epoch."""
         start = time.perf_counter()
-        count = sum(len(batch["index"]) for batch in loader)
-        rates.append(count / (time.perf_counter() - start))
-    after = loader.stats()
-    loader.close()
-    change = {k: _number(after[k]) - _number(before[k]) for k in ("decoded_frames", "used_frames")}
-    used = change["used_frames"]
-    return {
-        "loader": "loongforge-data" + (" cached" if cache else ""),
-        "shuffle": shuffle,
-        "samples_per_s": spread(rates),
-        "decoded_per_used": change["decoded_frames"] / used if used else None,
-        "slots": after["queue_slots"],
-        "restarts": after["worker_restarts"],
-    }
+        count = sum(len(batch["index"]) for batch in self.loader)
+        return count / (time.perf_counter() - start)
+
+    def facts(self) -> Row:
+        """Return what decoding cost."""
+        after = self.loader.stats()
+        used = _number(after["used_frames"]) - _number(self.before["used_frames"])
+        decoded = _number(after["decoded_frames"]) - _number(self.before["decoded_frames"])
+        return {"decoded_per_used": decoded / used if used else None, "slots": after["queue_slots"]}
+
+    def close(self) -> None:
+        """Stop its workers."""
+        self.loader.close()
 
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def decode_floor(root: Path, *, repetitions: int) -> Row:
-    """Measure decoding alone: random frames of the first file by one thread, nothing converted or moved."""
-    import random
+class Floor:
+    """Decoding alone: random frames of the first file by one thread, nothing converted or moved."""
 
-    from loongforge_data.video import VideoFile
+    name, shuffle = "decode only, one thread", "full"
 
-    path = sorted(root.glob("videos/**/*.mp4"))[0]
-    rates = []
-    with VideoFile(path) as video:
-        number = random.Random(0)
-        for _ in range(repetitions):
-            wanted = [number.randrange(len(video)) for _ in range(200)]
-            start = time.perf_counter()
-            for index in wanted:
-                for _ in video.decode([index]):
-                    pass
-            rates.append(len(wanted) / (time.perf_counter() - start))
-    return {"loader": "decode only, one thread", "shuffle": "full", "samples_per_s": spread(rates)}
+    def __init__(self, root: Path) -> None:
+        self.video = VideoFile(sorted(root.glob("videos/**/*.mp4"))[0])
+        self.random = random.Random(0)
+
+    def rate(self) -> float:
+        """Return frames per second."""
+        wanted = [self.random.randrange(len(self.video)) for _ in range(200)]
+        start = time.perf_counter()
+        for index in wanted:
+            for _ in self.video.decode([index]):
+                pass
+        return len(wanted) / (time.perf_counter() - start)
+
+    def facts(self) -> Row:
+        """Return nothing more."""
+        return {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self.video.close()
 
 
-def rival(python: Path, kind: str, root: Path, *, repetitions: int, batches: int) -> Row:
-    """Measure another loader in its environment."""
-    libraries = python.parent.parent / "ffmpeg"
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(libraries),
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    script = Path(__file__).with_name("_data_rivals.py")
-    command = [
-        str(python),
-        str(script),
-        kind,
-        str(root),
-        "--repetitions",
-        str(repetitions),
-        "--batches",
-        str(batches),
-    ]
-    row: Row = {"loader": kind, "shuffle": "full"}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=600, check=False
+class Rival:
+    """Another loader in its own environment, asked for one repetition at a time."""
+
+    shuffle = "full"
+
+    def __init__(self, python: Path, kind: str, root: Path, *, batches: int) -> None:
+        libraries = python.parent.parent / "ffmpeg"
+        quiet = {"LD_LIBRARY_PATH": str(libraries), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+        script = Path(__file__).with_name("_data_rivals.py")
+        command = [str(python), str(script), kind, str(root), "--batches", str(batches)]
+        self.name = kind
+        self.problem: str | None = None
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **quiet},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
-        if done.returncode or not last.startswith("{"):
-            return {**row, "skipped": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
-        return {**row, "samples_per_s": spread(json.loads(last)["rates"])}
-    except subprocess.TimeoutExpired:
-        return {**row, "skipped": "took more than 600 s"}
+        self._answer("ready")
+
+    def _answer(self, key: str) -> object:
+        for line in self.process.stdout or ():
+            if line.startswith("{") and key in (answer := json.loads(line)):
+                return answer[key]
+        errors = (self.process.stderr.read() if self.process.stderr else "").strip().splitlines()
+        self.problem = (errors or ["no output"])[-1][:200]
+        return None
+
+    def rate(self) -> float | None:
+        """Return samples per second, or None when it does not run."""
+        if self.problem is not None or self.process.stdin is None:
+            return None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        found = self._answer("rate")
+        return found if isinstance(found, float) else None
+
+    def facts(self) -> Row:
+        """Return why it did not run, if so."""
+        return {} if self.problem is None else {"skipped": self.problem}
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.communicate()
 
 
 def rival_python() -> Path:
@@ -212,27 +239,41 @@ def wait_share(root: Path, *, quick: bool) -> Row:
 def measure(
     name: str, root: Path, *, quick: bool, python: Path | None, reason: str, rivals: Sequence[str]
 ) -> list[Row]:
-    """Measure everything on one set."""
+    """Measure everything on one set, in turns: each round runs every loader once."""
+    import torch
+
+    torch.set_num_threads(1)
     repetitions, batches = (2, 10) if quick else (5, 12)
-    rows: list[Row] = [decode_floor(root, repetitions=repetitions)]
-    rows += [
-        {"loader": kind, "skipped": reason}
-        if python is None
-        else rival(python, kind, root, repetitions=repetitions, batches=batches)
-        for kind in rivals
-    ]
-    rows += [ours(root, shuffle=kind, repetitions=repetitions) for kind in ("full", "block")]
+    rows: list[Row] = [{"loader": kind, "skipped": reason} for kind in rivals if python is None]
     with tempfile.TemporaryDirectory() as cache:
-        rows.append(ours(root, shuffle="full", repetitions=repetitions, cache=Path(cache)))
+        entrants: list[Ours | Floor | Rival] = [Floor(root)]
+        entrants += [Rival(python, kind, root, batches=batches) for kind in rivals if python is not None]
+        entrants += [Ours(root, shuffle=kind) for kind in ("full", "block")]
+        entrants.append(Ours(root, shuffle="full", cache=Path(cache)))
+        rates: list[list[float]] = [[] for _ in entrants]
+        for _ in range(repetitions):
+            for entrant, found in zip(entrants, rates, strict=True):
+                value = entrant.rate()
+                if value is not None:
+                    found.append(value)
+        base = next((r for e, r in zip(entrants, rates, strict=True) if e.name == "lerobot-pyav"), [])
+        for entrant, found in zip(entrants, rates, strict=True):
+            row: Row = {"loader": entrant.name, "shuffle": entrant.shuffle, **entrant.facts()}
+            if found:
+                row["samples_per_s"] = spread(found)
+            if found and len(found) == len(base):
+                row["vs_lerobot"] = spread([a / b for a, b in zip(found, base, strict=True)])
+            rows.append(row)
+            entrant.close()
     return [{"set": name, **row} for row in rows]
 
 
 def figures(rows: Sequence[Row]) -> Mapping[str, float | None]:
     """Return the figures: ratios on the real set where it is there, waste on the set the claim names."""
 
-    def median(data: str, loader: str, shuffle: str) -> float | None:
+    def ratio(data: str, loader: str, shuffle: str) -> float | None:
         for row in rows:
-            values = row.get("samples_per_s")
+            values = row.get("vs_lerobot")
             if (row["set"], row["loader"], row.get("shuffle")) == (data, loader, shuffle) and isinstance(
                 values, dict
             ):
@@ -246,17 +287,13 @@ def figures(rows: Sequence[Row]) -> Mapping[str, float | None]:
         value = found[0]["decoded_per_used"] if found else None
         return float(value) if isinstance(value, float) else None
 
-    def against(data: str, loader: str, shuffle: str, other: str) -> float | None:
-        mine, theirs = median(data, loader, shuffle), median(data, other, "full")
-        return mine / theirs if mine and theirs else None
-
     sets = [str(name) for name in dict.fromkeys(row["set"] for row in rows)]
     main = sets[0]
     result_: dict[str, float | None] = {
-        "vs_lerobot_exact": against(main, "loongforge-data", "full", "lerobot-pyav"),
-        "vs_lerobot_block": against(main, "loongforge-data", "block", "lerobot-pyav"),
-        "vs_lerobot_cached": against(main, "loongforge-data cached", "full", "lerobot-pyav"),
-        "vs_lerobot_torchcodec_exact": against(main, "loongforge-data", "full", "lerobot-torchcodec"),
+        "vs_lerobot_exact": ratio(main, "loongforge-data", "full"),
+        "vs_lerobot_block": ratio(main, "loongforge-data", "block"),
+        "vs_lerobot_cached": ratio(main, "loongforge-data cached", "full"),
+        "lerobot_torchcodec_vs_pyav": ratio(main, "lerobot-torchcodec", "full"),
         "decode_waste_exact": waste("g1_pick_v30", "full"),
         "decode_waste_block": waste("h264_g30_two_cameras", "block"),
     }
@@ -266,7 +303,7 @@ def figures(rows: Sequence[Row]) -> Mapping[str, float | None]:
             ("block", "loongforge-data", "block"),
             ("cached", "loongforge-data cached", "full"),
         ):
-            result_[f"vs_lerobot_{kind}_{name}"] = against(name, loader, shuffle, "lerobot-pyav")
+            result_[f"vs_lerobot_{kind}_{name}"] = ratio(name, loader, shuffle)
     shares = [row["data_wait_share"] for row in rows if isinstance(row.get("data_wait_share"), dict)]
     result_["data_wait_share"] = (
         statistics.median(s["median"] for s in shares if isinstance(s, dict)) if shares else None
