@@ -64,11 +64,12 @@ def norm_kernels() -> Iterator[KernelSpec]:
         forward_spec,
     )
 
-    yield column_spec()
+    for code in FLOATS:
+        yield column_spec(code)
     for width, norms in NORMS.items():
-        plan = forward_plan(width)
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
             for residual in (False, True):
+                plan = forward_plan(width, residual=residual)
                 if plan is None:
                     continue
                 yield forward_spec(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from functools import cache
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -103,6 +104,8 @@ class Function:
     Attributes:
         label: name under which launches are counted.
         launches: number of launches from Python; replays of a CUDA graph do not pass here.
+        run: ``run(grid_x, grid_y, arguments)`` queues the kernel on torch's current stream of the function's
+            device, with that device current.
     """
 
     def __init__(
@@ -120,7 +123,26 @@ class Function:
         self._types = arguments.replace("P", "l").replace("q", "l")
         self._address, self._warps = int(self._handle.value or 0), block // 32
 
-    def run(self, grid_x: int, grid_y: int, arguments: _Arguments) -> None:
+        self.run = self._bound() if self._native is not None else self._run
+
+    def _bound(self) -> Callable[[int, int, _Arguments], None]:
+        """Return `run` with everything it needs in local variables: it is the hottest path of the package."""
+        native, address, warps, types = self._native, self._address, self._warps, self._types
+        device = self._device
+        current_device: Any = _current_device
+        current_stream: Any = _current_stream
+
+        def run(grid_x: int, grid_y: int, arguments: _Arguments) -> None:
+            if current_device() != device:
+                with torch.cuda.device(device):
+                    run(grid_x, grid_y, arguments)
+                return
+            self.launches += 1
+            native(address, grid_x, grid_y, 1, warps, 0, types, arguments, current_stream(device))
+
+        return run
+
+    def _run(self, grid_x: int, grid_y: int, arguments: _Arguments) -> None:
         """Queue the kernel on torch's current stream of the function's device, with that device current.
 
         The caller keeps every buffer alive as torch does: the caching allocator knows the current stream.
@@ -130,14 +152,10 @@ class Function:
             raise DriverError(message)
         if _current_device() != self._device:
             with torch.cuda.device(self._device):
-                self.run(grid_x, grid_y, arguments)
+                self._run(grid_x, grid_y, arguments)
             return
         self.launches += 1
-        stream = _current_stream(self._device)
-        if self._native is None:
-            self.launch(grid_x, grid_y, stream, *arguments)
-            return
-        self._native(self._address, grid_x, grid_y, 1, self._warps, 0, self._types, arguments, stream)
+        self.launch(grid_x, grid_y, _current_stream(self._device), *arguments)
 
     def _load(self, cubin: bytes) -> ctypes.c_void_p:
         library = _library()

@@ -132,10 +132,12 @@ def differentiable(
 
     class Fast(torch.autograd.Function):
         @staticmethod
-        def forward(*arguments: object) -> object:
-            return cuda(*arguments)
+        def forward(ctx: Context, *arguments: object) -> object:
+            # One Python call less than with a separate setup_context, which only transforms need.
+            output = cuda(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
 
     fast: Any = type(f"Fast_{qualified.rsplit(':', 1)[1]}", (Fast,), {})
-    fast.setup_context = staticmethod(setup_context)
     fast.backward = staticmethod(torch.autograd.function.once_differentiable(backward))
     return fast.apply

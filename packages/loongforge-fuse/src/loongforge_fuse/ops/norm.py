@@ -49,8 +49,10 @@ def norm_backward_cuda(
     dx, dgain, doffset = run_norm_backward(
         grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups
     )
+    # Float32, as the shape function promises, and separate memory: outputs of an operator must not share it.
     empty = total.new_empty(0, dtype=torch.float32)
-    return dx, empty if dgain is None else dgain, empty.clone() if doffset is None else doffset
+    first = empty if dgain is None else dgain.float()
+    return dx, first, empty.clone() if doffset is None else doffset.to(torch.float32, copy=True)
 
 
 def _fake_norm(

@@ -20,12 +20,12 @@ from loongforge_fuse.ops.norm_plan import (
     forward_spec,
 )
 
-_MAX_GROUPS = 65535  # the grid's second dimension
+_MAX_GROUPS = 32767  # gain and offset of all groups are one dimension of a grid
 _forward_calls: dict[Hashable, Function] = {}
 _backward_calls: dict[Hashable, Function] = {}
 _column_calls: dict[Hashable, Function] = {}
 # Plans by width; the benchmark puts candidates here.
-forward_plans: dict[int, RowPlan | None] = {}
+forward_plans: dict[tuple[int, bool], RowPlan | None] = {}
 backward_plans: dict[tuple[int, bool], RowPlan | None] = {}
 
 
@@ -40,10 +40,10 @@ def processors(device: int) -> int:
 waves = {"forward": 8, "backward": 24}
 
 
-def _forward(width: int) -> RowPlan | None:
-    if width not in forward_plans:
-        forward_plans[width] = forward_plan(width)
-    return forward_plans[width]
+def _forward(width: int, residual: bool) -> RowPlan | None:  # noqa: FBT001 - a cache key
+    if (width, residual) not in forward_plans:
+        forward_plans[width, residual] = forward_plan(width, residual=residual)
+    return forward_plans[width, residual]
 
 
 def _backward(width: int, columns: bool) -> RowPlan | None:  # noqa: FBT001 - a cache key
@@ -157,8 +157,8 @@ def run_norm(
         fell_back("norm", "a tensor cannot be read in 16-byte vectors")
         return None
     key = (x.get_device(), width, x.dtype, r, g, o, layer, modulate, dtype)
-    call = _forward_calls.get(key) or _forward_call(key, groups, _forward(width))
-    plan = forward_plans.get(width)
+    call = _forward_calls.get(key) or _forward_call(key, groups, _forward(width, r is not None))
+    plan = forward_plans.get((width, r is not None))
     if call is None or plan is None or groups > _MAX_GROUPS:
         return None
     y = torch.empty_like(x, dtype=dtype) if dtype != x.dtype else torch.empty_like(x)
@@ -216,7 +216,7 @@ def run_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of total, gain and offset; `grad` and `total` may have any leading shape.
 
-    The last two are float32 (groups, width), or None where they were not asked for.
+    The last two are (groups, width) in the type of the gain, or None where they were not asked for.
     """
     width = total.shape[-1]
     grad, total = grad.contiguous(), total.contiguous()
@@ -264,11 +264,16 @@ def run_norm_backward(
     rows = total.numel() // width
     if not rows:
         zeros = total.new_zeros((2, groups, width), dtype=torch.float32) if columns else None
-        return dx, None if zeros is None else zeros[0], None if zeros is None or not offset else zeros[1]
+        if zeros is None:
+            return dx, None, None
+        return dx, zeros[0], zeros[1] if offset else None
     per_block = plan.block // plan.threads
     group_rows = rows // groups
     each = plan.min_blocks or max(2, 512 // plan.block) if columns else waves["backward"]
-    blocks = min(-(-group_rows // per_block), -(-each * processors(device) // groups))
+    # With column sums a block costs a row of partial sums, so it should have a few rows of its own; and no
+    # more blocks than fit at once, or a second wave doubles the time.
+    rows_each = per_block * (4 if columns else 1)
+    blocks = min(-(-group_rows // rows_each), max(1, each * processors(device) // groups))
     part = None
     part_at, second_at, lines = 0, 0, groups * blocks
     if columns:
@@ -280,20 +285,24 @@ def run_norm_backward(
     call.run(blocks, groups, (*inputs, *outputs, group_rows, width, _step(gain)))
     if part is None:
         return dx, None, None
-    sums = _column_sums(part, groups, blocks, width, device)
+    sums = _column_sums(part, groups, blocks, device, torch.float32 if gain is None else gain.dtype)
     return dx, sums[0], sums[1] if offset else None
 
 
-def _column_sums(part: Tensor, groups: int, chunks: int, width: int, device: int) -> tuple[Tensor, ...]:
-    """Add the chunks of each group: (kinds, groups * chunks, width) to one (groups, width) for each kind."""
-    if chunks == 1:
-        return part.unbind(0) if part.shape[0] == 1 else (part[0], part[1].clone())
-    call = _column_calls.get(device) or resolve("norm_backward", _column_calls, device, column_spec(), device)
+def _column_sums(
+    part: Tensor, groups: int, chunks: int, device: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Add the chunks of each group: (kinds, groups * chunks, width) to one (groups, width) for each kind.
+
+    The kinds count as more groups, so that one launch serves both; the sums are rounded to `dtype` once.
+    """
+    kinds, _, width = part.shape
+    key = (device, dtype)
+    call = _column_calls.get(key)
+    if call is None and dtype in CODES:
+        call = resolve("norm_backward", _column_calls, key, column_spec(CODES[dtype]), device)
     if call is None:
-        return tuple(part.view(part.shape[0], groups, chunks, width).sum(2))
-    outs = [part.new_empty((groups, width)) for _ in range(part.shape[0])]
-    blocks = -(-width // 32)
-    step = 4 * groups * chunks * width
-    for kind, out in enumerate(outs):
-        call.run(blocks, groups, (part.data_ptr() + kind * step, out.data_ptr(), width, chunks))
-    return tuple(outs)
+        return tuple(part.view(kinds, groups, chunks, width).sum(2).to(dtype))
+    out = torch.empty((kinds, groups, width), dtype=dtype, device=part.device)
+    call.run(-(-width // 32), kinds * groups, (part.data_ptr(), out.data_ptr(), width, chunks))
+    return out.unbind(0)

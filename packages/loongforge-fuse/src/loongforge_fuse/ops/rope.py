@@ -185,7 +185,7 @@ def _rope_backward_cuda(
         return dx, part.new_zeros(width)
     dw = part.new_empty(width)
     sums = _column_calls.get(device) or resolve(
-        "head_norm_rope", _column_calls, device, column_spec(), device
+        "head_norm_rope", _column_calls, device, column_spec("f32"), device
     )
     if sums is None:
         return dx, part.sum(0)
