@@ -127,7 +127,8 @@ class Function:
 
     def _bound(self) -> Callable[[int, int, _Arguments], None]:
         """Return `run` with everything it needs in local variables: it is the hottest path of the package."""
-        native, address, warps, types = self._native, self._address, self._warps, self._types
+        native: Any = self._native
+        address, warps, types = self._address, self._warps, self._types
         device = self._device
         current_device: Any = _current_device
         current_stream: Any = _current_stream
