@@ -32,6 +32,8 @@ NORMS = {
 _SAME = {"bf16": ("bf16",) * 4, "f16": ("f16",) * 4, "f32": ("f32",) * 4}
 _MIXED = (("f32", "bf16", "f32", "bf16"), ("bf16", "bf16", "f32", "bf16"))
 MAX_REGISTERS = 224
+TUNED_FOR = "sm_90"
+MAX_FRAME_ELSEWHERE = 192  # bytes of stack and spills where the plans were not measured
 
 
 def elementwise_kernels() -> Iterator[KernelSpec]:
