@@ -56,7 +56,7 @@ sys.exit(result.exit_code)
 
 
 def start(run_ranks: Start, out: Path, ranks: int, **settings: object) -> list[RankOutcome]:
-    arguments = {"output": str(out), "learning_rate": 1e-2, "schedule": "constant", **settings}
+    arguments = {"workers": 0, "output": str(out), "learning_rate": 1e-2, "schedule": "constant", **settings}
     return run_ranks(SCRIPT, json.dumps(arguments), ranks=ranks)
 
 

@@ -37,6 +37,7 @@ PROBE = {"ops": 1000, "op_cost_us": 5.0, "sync_count": 0, "sync_ms": 0.0}
         ({"data_wait_ms": 300.0, "step_ms": 399.0}, PROBE, "data stall"),
         ({"comm_exposed_ms": 300.0, "step_ms": 399.0}, PROBE, "communication wait"),
         ({}, {**PROBE, "ops": 15_000}, "kernel launch"),
+        ({}, {**PROBE, "ops": 600}, "serial dependency"),
         ({}, {**PROBE, "sync_count": 500, "sync_ms": 80.0}, "host sync"),
         ({"host_gap_ms": 300.0, "step_ms": 399.0}, PROBE, "host sync"),
         ({"alloc_ms": 70.0}, PROBE, "memory"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PRELOAD = ["torch", "torch.distributed", "loongforge.session", "loongforge.testing"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "loongforge.session", "loongforge.testing"]
 
 
 @dataclass(frozen=True, kw_only=True)
