@@ -1,7 +1,7 @@
 """Measure alternatives once for the shapes at hand, keep the fastest, remember the decision on disk.
 
-The first alternative is the one to beat: another is chosen only when it is faster by a margin, so a decision is
-never slower than the first alternative was when it was measured.
+The first alternative is the one to beat: another is chosen only when it is faster by a margin, so a decision
+is never slower than the first alternative was when it was measured.
 """
 
 from __future__ import annotations
