@@ -61,8 +61,8 @@ class MemoryConfig:
         watch_steps: steps whose tensors are traced one by one in Python (default 1 in mode advisor). A traced
             step is several times slower than a normal one; later steps cost nothing. Mode global on the host
             traces every step, because nothing else tells it what is allocated; 0 turns that off.
-        plan: replay a profiled step (default True): least memory. False leaves run fit alone: measured faster in
-            the eager step of one model on one GPU, see the package page.
+        plan: replay a profiled step (default True): least memory. False leaves run fit alone: measured faster
+            in the eager step of one model on one GPU, see the package page.
         timing: time every allocation and free of our allocator (default True, about 50 ns a call).
     """
 
