@@ -8,9 +8,7 @@ gradient clipping, in one process on one GPU. Columns:
 * ``graph_4x4``, ``graph_fused``: the same two, replayed as CUDA graphs, optimizer inside;
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
-  weights with float32 masters in it instead of float32 weights under autocast, ``overlap`` the optimizer's
-  step beside the next pass's frozen prefix, ``ahead`` the frozen prefix of the next batch beside the
-  trainable part of this one (the loader has it one step early), ``cudnn`` or ``flash`` attention first,
+  weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash`` attention first,
   ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
@@ -57,9 +55,7 @@ COLUMNS = (
     "graph_fused",
     "graph_fused_compile",
     "ours+adam",
-    "ours+adam+overlap",
-    "ours+adam+ahead",
-    "ours+adam+overlap+fp8",
+    "ours+adam+fp8",
     "compile_regions_1x16",
     "compile_1x16",
 )
@@ -142,15 +138,13 @@ def graph_step(
     regional: bool,
     stack: contextlib.ExitStack,
     optimizer: torch.optim.Optimizer | None = None,
-    overlap: bool = False,
 ) -> Callable[[], Tensor]:
     """Graphed steps, clip and optimizer inside the graph."""
     runner = GraphRunner(
         bench.model,
         GraphConfig(
             mode="auto" if bench.device == "cuda" else "emulated",
-            gradients="overwrite" if factor == MICRO and not overlap else "accumulate",
-            overlap_optimizer=overlap,
+            gradients="overwrite" if factor == MICRO else "accumulate",
             zero_in_graph=True,
             max_norm=CLIP,
             compile=regional,
@@ -165,36 +159,6 @@ def graph_step(
         nonlocal tries
         with precision(bench):
             outcome = fuser.run(bench.window)
-        tries += 1
-        if tries > 4 and not outcome.graph:
-            message = f"no graph: {outcome.graph_reason}: {runner.stats().failures}"
-            raise RuntimeError(message)
-        return outcome.loss
-
-    return step
-
-
-def ahead_step(
-    bench: Bench, stack: contextlib.ExitStack, optimizer: torch.optim.Optimizer
-) -> Callable[[], Tensor]:
-    """Graphed steps with the frozen prefix one batch ahead on its own stream."""
-    wrapper = groot.Ahead(bench.model)
-    stack.callback(wrapper.undo)
-    config = GraphConfig(
-        mode="auto" if bench.device == "cuda" else "emulated", zero_in_graph=True, max_norm=CLIP, compile=True
-    )
-    runner = GraphRunner(wrapper, config, optimizer=optimizer)
-    stack.callback(runner.release)
-    settings = FusionConfig(fusion_batch_size=MICRO, probe="off", predict_memory=False)
-    fuser = MicroBatchFuser(wrapper, settings, executor=runner)
-    window = [{**b, **{f"next.{k}": b[k] for k in wrapper.KEYS}} for b in bench.window]
-    wrapper.prime(bench.large)
-    tries = 0
-
-    def step() -> Tensor:
-        nonlocal tries
-        with precision(bench):
-            outcome = fuser.run(window)
         tries += 1
         if tries > 4 and not outcome.graph:
             message = f"no graph: {outcome.graph_reason}: {runner.stats().failures}"
@@ -219,14 +183,8 @@ def build_column(name: str, bench: Bench, stack: contextlib.ExitStack) -> Callab
     if name == "graph_fused_compile":
         return graph_step(bench, factor=MICRO, regional=True, stack=stack)
     if name.split("+")[0] == "ours":
-        options = set(name.split("+")[1:])
-        optimizer = optimise(bench, stack, options - {"overlap", "ahead"})
-        if "ahead" in options:
-            return ahead_step(bench, stack, optimizer or optimizer_for(bench))
-        overlap = "overlap" in options
-        return graph_step(
-            bench, factor=MICRO, regional=True, stack=stack, optimizer=optimizer, overlap=overlap
-        )
+        optimizer = optimise(bench, stack, set(name.split("+")[1:]))
+        return graph_step(bench, factor=MICRO, regional=True, stack=stack, optimizer=optimizer)
     if name == "compile_regions_1x16":
         stack.callback(compile_regions(bench.model).undo)
         return plain_step(bench, [bench.large])

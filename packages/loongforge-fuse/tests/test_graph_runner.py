@@ -378,53 +378,6 @@ def ours_adam(model):
     return FusedAdamW(trainable, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_step_beside_the_next_pass_equals_a_step_at_its_end(passes):
-    ours, theirs = pair()
-    optimizers = [ours_adam(m) for m in (ours, theirs)]
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=12) for o in optimizers]
-    runner = GraphRunner(ours, config_for(overlap_optimizer=True, max_norm=0.5), optimizer=optimizers[0])
-    fuser = MicroBatchFuser(ours, FusionConfig(fusion_batch_size=1), executor=runner)
-    plain_fuser = MicroBatchFuser(theirs, FusionConfig(fusion_batch_size=1))
-    for step in range(12):
-        window = [drawn(ours, 10 * step + i) for i in range(passes)]
-        if step == 6:
-            window = [{**b, "action": b["action"] * float("nan")} for b in window]
-        outcome = fuser.run(window, drawn=True)
-        optimizers[1].zero_grad(set_to_none=False)
-        expected = plain_fuser.run(window, drawn=True)
-        torch.testing.assert_close(outcome.loss, expected.loss, rtol=1e-4, atol=1e-5, equal_nan=True)
-        optimizers[1].step(found_inf=(~torch.isfinite(expected.loss)).float())
-        for schedule in schedules:
-            schedule.step()
-    assert outcome.graph
-    runner.flush()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-    before = ours.head[0].weight.clone()
-    runner.flush()
-    assert torch.equal(before, ours.head[0].weight)
-
-
-def test_a_parameter_read_before_its_module_is_called_forbids_the_overlap():
-    class Early(TinyVLA):
-        def forward(self, batch):
-            return super().forward({**batch, "action": batch["action"] + self.head[2].bias})
-
-    model, _ = pair(Early)
-    runner = GraphRunner(model, config_for(overlap_optimizer=True), optimizer=ours_adam(model))
-    with pytest.raises(ValueError, match=r"head\.2\.bias"):
-        runner.run(drawn(model, 0))
-    with pytest.raises(ValueError, match="needs optimizer"):
-        GraphRunner(model, config_for(overlap_optimizer=True))
-    with pytest.raises(ValueError, match="accumulate"):
-        config_for(overlap_optimizer=True, gradients="overwrite")
-    slow = torch.optim.SGD(model.parameters(), lr=0.1)
-    if PLACE["device"] == "cpu":
-        with pytest.raises(ValueError, match="FusedAdamW"):
-            GraphRunner(model, config_for(overlap_optimizer=True), optimizer=slow)
-
-
 def test_changed_weight_decay_is_not_frozen_fault_f04():
     model, _ = pair()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **fused())

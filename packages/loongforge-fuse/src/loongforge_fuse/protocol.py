@@ -12,8 +12,6 @@ Optional methods and attributes make more possible:
 * ``draw(batch, generator=None) -> batch``: adds the random numbers this micro-batch needs (noise, time), so
   that fused, graphed and plain execution use the same numbers in the same order;
 * ``loss_count(batch) -> Tensor (B,)``: valid elements, known before the forward pass;
-* ``after_pass()``: called by the graph runner at the end of every pass, inside the graph; a model that forked
-  work onto another stream joins it there;
 * ``fusion_unsafe``: a sentence that says why samples of one batch influence each other (a contrastive loss, a
   capacity limit). A submodule may carry it too. Fusion is then refused with that sentence.
 """

@@ -27,9 +27,6 @@ class GraphConfig:
         check_finite: ``"loss"``: a flag on the device says whether the loss was finite. ``"gradients"``: also
             whether all gradients were. ``"off"``. Default ``"loss"``.
         max_norm: Clip the gradients' global norm inside the graph; needs an optimizer. Default None.
-        overlap_optimizer: Run the optimizer's step at the start of the next pass, beside the frozen part of
-            the model. Weights and optimizer state lag by one pass until ``runner.flush()``. Implies
-            ``zero_in_graph``. Default False.
         compile: Compile the repeated blocks of the model (``torch.compile``, region by region) before
             capture. Default False.
         buckets: Sizes to which varying dimensions are padded before a graph is looked up. Default none.
@@ -43,7 +40,6 @@ class GraphConfig:
     zero_in_graph: bool = False
     check_finite: Literal["loss", "gradients", "off"] = "loss"
     max_norm: float | None = None
-    overlap_optimizer: bool = False
     compile: bool = False
     buckets: BucketPlan | None = None
 
@@ -56,9 +52,6 @@ class GraphConfig:
             if value not in allowed:
                 message = f"{name} is {value!r}, allowed: {', '.join(sorted(allowed))}"
                 raise ValueError(message)
-        if self.overlap_optimizer and self.gradients != "accumulate":
-            message = "overlap_optimizer needs gradients='accumulate': the step reads them one pass later"
-            raise ValueError(message)
         if self.warmup_steps < 1:
             message = f"warmup_steps is {self.warmup_steps}; at least 1 eager run must come before a capture"
             raise ValueError(message)

@@ -41,8 +41,6 @@ class OptimizerInGraph:
         self._max_norm = max_norm
         self._device = device
         self._rates: list[Tensor] = []
-        self._held: list[Tensor] = []
-        self._lagged: list[Tensor] = []
         # FusedAdamW scales, clips and skips in its own kernels and reads weight decay from the device too.
         self.own_clip = hasattr(optimizer, "max_grad_norm") and hasattr(optimizer, "refresh")
         if self.own_clip and max_norm is not None:
@@ -66,22 +64,6 @@ class OptimizerInGraph:
                 state["step"] = state["step"].to(device)
 
     @property
-    def skips(self) -> bool:
-        """Whether a step can be skipped on the device."""
-        return self.own_clip or self._fused
-
-    def lag(self) -> None:
-        """Keep the learning rates of this pass for the step that runs in the next one."""
-        self.refresh()
-        now = [torch.as_tensor(g["lr"], dtype=torch.float32) for g in self._optimizer.param_groups]
-        if not self._held:
-            self._held = [rate.to(self._device).clone() for rate in now]
-            self._lagged = [rate.clone() for rate in self._held]
-        for lagged, held, rate in zip(self._lagged, self._held, now, strict=True):
-            lagged.copy_(held)
-            held.copy_(rate, non_blocking=True)
-
-    @property
     def _fused(self) -> bool:
         return all(bool(group.get("fused")) for group in self._optimizer.param_groups)
 
@@ -100,27 +82,9 @@ class OptimizerInGraph:
         if self.own_clip and not torch.cuda.is_current_stream_capturing():
             cast(_OwnClip, self._optimizer).refresh()
 
-    def step(self, finite: Tensor, *, lagged: bool = False) -> Tensor:
-        """Clip and step; return the finite flag, joined with that of the gradient norm where one is taken.
-
-        Args:
-            finite: Whether to step, a scalar on the device.
-            lagged: Use the learning rates of the pass before.
-        """
-        if not lagged:
-            self.refresh()
-            return self._step(finite)
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self._lagged, strict=True):
-            group["lr"] = rate
-        try:
-            return self._step(finite)
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _step(self, finite: Tensor) -> Tensor:
+    def step(self, finite: Tensor) -> Tensor:
+        """Clip and step; return the finite flag, joined with that of the gradient norm where one is taken."""
+        self.refresh()
         if self.own_clip:
             return self._step_own(finite)
         scale: Tensor | None = None

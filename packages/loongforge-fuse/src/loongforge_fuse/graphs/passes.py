@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,7 +18,6 @@ from loongforge_fuse.fusion.execute import (
 )
 from loongforge_fuse.graphs.backend import Outputs, Pass
 from loongforge_fuse.graphs.config import GraphConfig
-from loongforge_fuse.graphs.lagged import LaggedStep
 from loongforge_fuse.graphs.optimizer import OptimizerInGraph
 from loongforge_fuse.protocol import Batch
 
@@ -61,15 +59,10 @@ class StepPass:
             else None
         )
 
-        self.lagged: LaggedStep | None = None
-        if config.overlap_optimizer and self._optimizer is not None:
-            self.lagged = LaggedStep(model, self._optimizer, device)
-
     @property
     def clears(self) -> bool:
         """Whether the first pass of a window clears the gradients itself."""
-        config = self._config
-        return config.zero_in_graph or config.overlap_optimizer or config.gradients == "overwrite"
+        return self._config.zero_in_graph or self._config.gradients == "overwrite"
 
     def overwrites(self, *, first: bool, last: bool) -> bool:
         """Whether such a pass writes fresh gradient tensors instead of adding to those that are there."""
@@ -96,12 +89,8 @@ class StepPass:
         """
 
         def work() -> Outputs:
-            with contextlib.ExitStack() as stack:
-                if self.lagged is None:
-                    self._clear(first=first, last=last)
-                elif first and with_optimizer:
-                    stack.enter_context(self.lagged.beside(batch))
-                stack.enter_context(self._autocast(static=static))
+            self._clear(first=first, last=last)
+            with self._autocast(static=static):
                 losses = checked_forward(self._model, batch, weighting)
                 total = weighted_total(losses, weighting)
             if backward is not None:
@@ -112,13 +101,7 @@ class StepPass:
             with torch.no_grad():
                 finite = self._finite(total)
                 if last and with_optimizer and self._optimizer is not None:
-                    if self.lagged is not None:
-                        self.lagged.set_due(finite)
-                    else:
-                        finite = self._optimizer.step(finite)
-                finish = getattr(self._model, "after_pass", None)
-                if callable(finish):
-                    finish()
+                    finite = self._optimizer.step(finite)
                 sums = per_micro_batch(losses.sums.detach().float(), weighting.sizes)
                 counts = per_micro_batch(losses.counts, weighting.sizes)
                 head = torch.stack([total.detach().float(), finite.float()])

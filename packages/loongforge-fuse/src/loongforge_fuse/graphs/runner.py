@@ -91,9 +91,6 @@ class GraphRunner:
         if self.config.max_norm is not None and optimizer is None:
             message = "max_norm clips inside the graph and needs optimizer=; without it clip after run()"
             raise ValueError(message)
-        if self.config.overlap_optimizer and optimizer is None:
-            message = "overlap_optimizer runs the optimizer inside the graph and needs optimizer="
-            raise ValueError(message)
         if scaler is not None and optimizer is not None:
             message = "a GradScaler decides on the host whether to step; pass either scaler= or optimizer="
             raise ValueError(message)
@@ -104,8 +101,6 @@ class GraphRunner:
         self._live = LiveParameters(model)
         self._backend, self._unavailable = self._choose_backend(backend)
         self._regions: CompiledRegions | None = compile_regions(model) if self.config.compile else None
-        if self._regions is not None and self._pass.lagged is not None:
-            self._pass.lagged.use_regions(self._regions.modules)
         self._entries: OrderedDict[tuple[Hashable, ...], GraphEntry] = OrderedDict()
         self._seen: Counter[tuple[Hashable, ...]] = Counter()
         self._failed: dict[tuple[Hashable, ...], str] = {}
@@ -160,8 +155,6 @@ class GraphRunner:
         blocked = self._unavailable or (None if torch.is_grad_enabled() else GraphReason.WITHOUT_GRADIENTS)
         if blocked is not None:
             return self._run_eagerly(batch, weighting, blocked, None, first=first, last=last)
-        if first and self._pass.lagged is not None:
-            self._pass.lagged.advance()
         signature = describe(batch)
         key = self._key(signature, weighting, first=first, last=last)
         entry = self._entries.get(key)
@@ -333,17 +326,11 @@ class GraphRunner:
         for key in list(self._entries):
             self._drop(key)
 
-    def flush(self) -> None:
-        """Apply a step that ``overlap_optimizer`` left due. Call before weights are read or saved."""
-        if self._pass.lagged is not None:
-            self._pass.lagged.flush()
-
     def release(self) -> None:
         """Give up all graphs, their memory and compiled regions. Call before the process group is destroyed.
 
         Afterwards passes run eagerly with reason ``released``. May be called twice.
         """
-        self.flush()
         self.invalidate()
         if self._backend is not None:
             self._backend.release()
