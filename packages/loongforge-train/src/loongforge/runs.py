@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -160,8 +159,8 @@ def build_loader(dataset: object, collate: Collate, config: TrainConfig, ranks: 
 
 
 class EpochBatches:
-    """Batch sampler for torch's DataLoader: one permutation per epoch, contiguous slices of each global
-    batch.
+    """Batch sampler for torch's DataLoader in the order of the data pillar: switching the pillar off changes
+    who loads a sample, never which one.
 
     Args:
         length: Samples of the data set.
@@ -169,34 +168,30 @@ class EpochBatches:
         shuffle: Permute each epoch.
         seed: Seed of the permutations.
         rank: This rank.
-        world_size: Number of ranks; a last global batch that does not fill every rank is dropped.
+        world_size: Number of ranks; the last global batch is shared equally (see ``loongforge_data.order``).
     """
 
     def __init__(
         self, length: int, *, batch_size: int, shuffle: bool, seed: int, rank: int, world_size: int
     ) -> None:
-        self._length = length
-        self._batch = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._rank = rank
-        self._world = world_size
-        self._epoch = 0
+        from loongforge_data.order import EpochPlan, OrderConfig
+
+        self._config = OrderConfig(
+            length=length,
+            batch_size=batch_size,
+            world_size=world_size,
+            shuffle="full" if shuffle else "none",
+            seed=seed,
+        )
+        self._plan = EpochPlan(self._config, epoch=0, rank=rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of an epoch."""
-        self._epoch = epoch
+        self._plan = type(self._plan)(self._config, epoch=epoch, rank=self._plan.rank)
 
     def __len__(self) -> int:
-        whole, rest = divmod(self._length, self._batch * self._world)
-        return whole + (1 if self._world == 1 and rest else 0)
+        return len(self._plan)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self._length)
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-            order = torch.randperm(self._length, generator=generator)
-        step = self._batch * self._world
-        for number in range(len(self)):
-            first = number * step + self._rank * self._batch
-            yield order[first : first + self._batch].tolist()
+        for step in range(len(self._plan)):
+            yield self._plan.batch(step).tolist()
