@@ -1,8 +1,8 @@
 """Kill a training at random moments with SIGKILL, resume it each time, and compare every loss with an
 undisturbed run.
 
-Figures: kills (how many), lost_steps (mean steps that a resume does again), unequal_losses (steps whose loss
-differs from the undisturbed run in any bit).
+Figures: kills (how many), lost_steps (mean number of recorded steps that a resume has to do again),
+unequal_losses (steps whose loss differs from the undisturbed run in any bit).
 """
 
 from __future__ import annotations
@@ -127,7 +127,13 @@ def main() -> None:
         rows.append({"run": len(rows), "steps": STEPS, "kills": done, "unequal_losses": wrong})
     rows.append({"run": "all", "kills": kills, "lost_steps": spread(lost), "unequal_losses": unequal})
     figures = {"kills": kills, "lost_steps": sum(lost) / len(lost), "unequal_losses": unequal}
-    finish(result("resume_chaos", rows=rows, figures=figures, repetitions=kills), arguments.json)
+    note = (
+        "lost_steps: mean number of recorded steps that a resume has to do again; "
+        "a checkpoint is begun every 3 steps in the background"
+    )
+    finish(
+        result("resume_chaos", rows=rows, figures=figures, repetitions=kills, notes=[note]), arguments.json
+    )
 
 
 if __name__ == "__main__":

@@ -360,8 +360,25 @@ class Sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
         plain = {key: value for key, value in state.items() if key != "format"}
+        self._make_moments(optimizer)
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(self.model, optimizer, plain, options=options)  # type: ignore[arg-type]
+
+    def _make_moments(self, optimizer: Optimizer) -> None:
+        """Create the optimizer's state by a step of rate 0 on zero gradients.
+
+        torch does the same on load, but on uninitialised gradients, whose NaNs can survive in weights and
+        moments.
+        """
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def plans(self) -> dict[str, str]:
         """Return nothing: there is no plan."""

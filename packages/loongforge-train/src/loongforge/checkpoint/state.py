@@ -125,8 +125,8 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
     manifest = read_manifest(folder)
     facts = json.loads((folder / TRAINER).read_text())
     notes: list[str] = []
-    parts.parallel.load_model_state(load_weights(folder))  # type: ignore[arg-type]
     parts.parallel.load_optimizer_state(parts.optimizer, _mapping(folder / "optimizer.pt"))
+    parts.parallel.load_model_state(load_weights(folder))  # type: ignore[arg-type]
     parts.schedule.load_state_dict(dict(_mapping(folder / "scheduler.pt")))
     if parts.average is not None:
         parts.average.load_state_dict(_mapping(folder / STATE / "average.pt"))  # type: ignore[arg-type]
