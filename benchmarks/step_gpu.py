@@ -8,8 +8,9 @@ gradient clipping, in one process on one GPU. Columns:
 * ``graph_4x4``, ``graph_fused``: the same two, replayed as CUDA graphs, optimizer inside;
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
-  weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash`` attention first,
-  ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
+  weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash``
+  attention first, ``ops`` our fused operators, ``fp8`` frozen linear layers in float8 (opt-in, changes the
+  numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
