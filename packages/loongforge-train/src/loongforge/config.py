@@ -63,8 +63,6 @@ class CheckpointConfig:
     """Write in a thread from a host copy (at most one copy alive)."""
     model_format: Literal["pt", "safetensors", "both"] = "pt"
     """File format of the weights: model.pt, model.safetensors, or both."""
-    layout: Literal["full", "sharded"] = "full"
-    """full = one model.pt and optimizer.pt; sharded = torch.distributed.checkpoint files (FSDP2, HSDP)."""
     timeout_s: float = 600.0
     """Longest wait for the files of the other ranks, in seconds."""
     failures_allowed: int = 2
