@@ -1,7 +1,7 @@
 """The GR00T N1.6 model at full size (or tiny, for a dry run) with a synthetic batch, for step benchmarks.
 
 Random weights. One embodiment slot, as single-robot fine-tuning steps it: 1.3 of the 1.6 billion trainable
-parameters receive gradients then. Two 252x252 views, 220 vision-language tokens, 51 action-head tokens a sample.
+parameters receive gradients then. A sample has two 252x252 views, 220 vision-language and 51 action tokens.
 """
 
 from __future__ import annotations
