@@ -6,18 +6,22 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
+Rotation = npt.NDArray[np.float64]
 
 
-def rotation_from_six(six: Array) -> Array:
-    """Return rotation matrices (..., 3, 3) from two column vectors (..., 6), made orthonormal."""
-    a, b = six[..., :3], six[..., 3:]
+def rotation_from_six(six: Array) -> Rotation:
+    """Return rotation matrices (..., 3, 3) from two column vectors (..., 6), made orthonormal.
+
+    In float64: with nearly parallel columns the difference below cancels most of float32's digits.
+    """
+    a, b = six[..., :3].astype(np.float64), six[..., 3:].astype(np.float64)
     x = a / np.linalg.norm(a, axis=-1, keepdims=True)
     b = b - (x * b).sum(-1, keepdims=True) * x
     y = b / np.linalg.norm(b, axis=-1, keepdims=True)
     return np.stack((x, y, np.cross(x, y)), axis=-1)
 
 
-def six_from_rotation(rotation: Array) -> Array:
+def six_from_rotation(rotation: Rotation) -> Rotation:
     """Return the first two columns (..., 6) of rotation matrices (..., 3, 3)."""
     return np.concatenate((rotation[..., 0], rotation[..., 1]), axis=-1)
 
