@@ -23,6 +23,7 @@ Handler = Callable[[Request], Mapping[str, object]]
 MOST_BYTES = 65_536
 MOST_CLIENTS = 16
 READ_TIMEOUT_S = 5.0
+LINGER_S = 1.0
 
 
 class ControlServer:
@@ -98,6 +99,7 @@ class ControlServer:
                 answer = self._answer(client)
                 client.settimeout(READ_TIMEOUT_S)
                 client.sendall(json.dumps(answer).encode() + b"\n")
+                _let_it_arrive(client)
         except OSError as error:
             log.debug("control client went away: %s", error)
         finally:
@@ -127,6 +129,19 @@ class ControlServer:
             return {"ok": True, **handler(request)}
         except (LoongForgeError, ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
             return _refusal(str(error) or type(error).__name__)
+
+
+def _let_it_arrive(client: socket.socket) -> None:
+    """Wait, for a bounded time, until the client has closed its end.
+
+    A socket closed with unread bytes resets the connection, and a refused client would see an error of the
+    system in place of the reason.
+    """
+    client.shutdown(socket.SHUT_WR)
+    client.settimeout(LINGER_S)
+    for _ in range(64):
+        if not client.recv(65_536):
+            break
 
 
 def peer_uid(client: socket.socket) -> int:
