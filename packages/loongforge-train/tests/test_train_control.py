@@ -241,6 +241,13 @@ def test_profile_status_trace_and_checkpoint_of_a_live_run(live: LiveRun, tmp_pa
     assert "loongforge-control" in stacks.read_text() or "Thread 0x" in stacks.read_text()
 
 
+def test_a_command_that_meets_the_end_of_an_epoch_is_not_lost(live: LiveRun) -> None:
+    path = socket_of(pid=os.getpid())
+    # An epoch has eight steps: among so many requests some vote at an epoch's end.
+    steps = [ask(path, "checkpoint", timeout_s=60)["step"] for _ in range(30)]
+    assert steps == sorted(steps)
+
+
 def saved_epoch(live: LiveRun) -> int:
     newest = live.session.checkpoint_path()
     assert newest is not None

@@ -147,6 +147,9 @@ class StepEngine:
                     window = window[:usable]
                     self.at.agreed = self._count_again(window, agreed)
                 return window
+            if command and agreed.command == command:
+                # This vote met the end of an epoch and no step carries the command: it waits for the next.
+                self.at.commands.appendleft(command)
             empty_epochs = empty_epochs + 1 if usable == len(window) == parts.source.taken == 0 else 0
             if empty_epochs > 1 or (parts.drop_ragged and parts.source.taken < parts.accumulation):
                 parts.guard.no_step_possible(parts.source.taken, parts.accumulation)
@@ -154,7 +157,12 @@ class StepEngine:
         return None
 
     def _count_again(self, window: list[object], agreed: Agreement) -> Agreement:
-        vote = Vote(micro_batches=len(window), valid=count_valid(self.parts.model, window), stop=agreed.stop)
+        vote = Vote(
+            micro_batches=len(window),
+            valid=count_valid(self.parts.model, window),
+            stop=agreed.stop,
+            command=agreed.command,
+        )
         return self.parts.ranks.agree(vote)
 
     def _agreed(self) -> Agreement:

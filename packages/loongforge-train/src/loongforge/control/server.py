@@ -23,7 +23,7 @@ Handler = Callable[[Request], Mapping[str, object]]
 MOST_BYTES = 65_536
 MOST_CLIENTS = 16
 READ_TIMEOUT_S = 5.0
-LINGER_S = 1.0
+LINGER_S = 3.0
 
 
 class ControlServer:
