@@ -291,7 +291,7 @@ def speed(
         "model_exposed_ms": model.exposed_ms if model is not None else None,
         "model_step_ms": medians["no communication"] + model.exposed_ms if model is not None else None,
         "model_error": (medians["no communication"] + model.exposed_ms) / medians["ours"] - 1
-        if model
+        if model and known
         else None,
     }
 
