@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+GOALS = ROOT / "benchmarks" / "goals.toml"
 PAGE = ROOT / "docs" / "performance.md"
 MAX_ROWS = 40
+HOLDS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
 
 HEADER = """# Measured performance
 
@@ -28,10 +32,27 @@ mean something; single times there are information.
 
 def render() -> str:
     """Return the whole page as Markdown."""
-    parts = [HEADER, *(_section(path) for path in sorted(RESULTS.glob("*/*.json")))]
-    if len(parts) == 1:
-        parts.append("No results are kept yet.\n")
-    return "\n".join(parts)
+    return "\n".join([HEADER, _goals(), *(_section(path) for path in sorted(RESULTS.glob("*/*.json")))])
+
+
+def _goals() -> str:
+    """Return the table of goals beside what was measured; a goal without a figure is not met."""
+    lines = ["## Goals", "", "| result | figure | goal | measured | met |", "|---|---|---|---|---|"]
+    for device, benchmarks in tomllib.loads(GOALS.read_text()).items():
+        for name, goals in benchmarks.items():
+            path = RESULTS / device / f"{name}.json"
+            figures = json.loads(path.read_text())["figures"] if path.exists() else {}
+            for figure, goal in goals.items():
+                value = figures.get(figure)
+                shown = "not measured" if value is None else _cell(value)
+                met = "yes" if value is not None and _holds(value, goal) else "**no**"
+                lines.append(f"| {name} ({device}) | {figure} | {goal} | {shown} | {met} |")
+    return "\n".join(lines) + "\n"
+
+
+def _holds(value: float, goal: str) -> bool:
+    relation, limit = goal.split()
+    return HOLDS[relation](value, float(limit))
 
 
 def _section(path: Path) -> str:
