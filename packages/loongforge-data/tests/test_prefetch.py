@@ -86,7 +86,7 @@ def test_read_ahead_sees_waiting_jobs_once_and_survives_bad_files(video):
     ahead = ReadAhead(ring, "advise", lambda name, amount: counts.append((name, amount)))
     targets = np.array([[3, 0, 0, 0, 0]], dtype=np.int64).tobytes()
     for path in (video, "/nowhere.mp4"):
-        ring.push(encode(DecodeJob("camera", path, targets)))
+        ring.board().push(encode(DecodeJob("camera", path, targets)))
     assert ahead.step() == 2
     assert ahead.step() == 0
     assert [name for name, amount in counts if amount > 0] == ["readahead_bytes"]

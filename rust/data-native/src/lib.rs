@@ -2,6 +2,7 @@
 
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod board;
 mod errors;
 mod lease;
 mod pixel;
@@ -18,6 +19,9 @@ mod _core {
 
     #[pymodule_export]
     use super::pixel::{FrameConverter, checksum, vector_kernels};
+
+    #[pymodule_export]
+    use super::board::Board;
 
     #[pymodule_export]
     use super::ring::Ring;

@@ -1,28 +1,16 @@
-//! `Ring`: slots and jobs in shared memory, for the owner and for workers.
+//! `Ring`: slots in shared memory, for the owner and for workers.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
 
-use loongforge_ring::protocol::job;
-use loongforge_ring::ring::{NO_SLOT, Ring as Core, Shape};
-use pyo3::exceptions::PyValueError;
+use loongforge_ring::ring::{Ring as Core, Shape};
+use loongforge_ring::sync::Ordering;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use crate::errors::to_python;
+use crate::board::Board;
+use crate::errors::{seconds, to_python};
 use crate::lease::{Lease, SlotView};
-
-/// (serial, worker, seconds since it was claimed)
-type Held = (u64, u32, f64);
-
-fn seconds(timeout: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(timeout).map_err(|_| {
-        PyValueError::new_err(format!(
-            "timeout is {timeout}, allowed is a number of seconds >= 0"
-        ))
-    })
-}
 
 /// A ring of slots and a board of jobs in anonymous shared memory.
 #[pyclass(frozen, module = "loongforge_data._core")]
@@ -82,6 +70,11 @@ impl Ring {
         self.0.shape().slot_bytes
     }
 
+    /// The jobs that travel with this ring.
+    fn board(&self) -> Board {
+        Board(Arc::clone(&self.0))
+    }
+
     fn begin(&self, slot: usize, sequence: u64, items: usize, size: usize) -> PyResult<()> {
         self.0.begin(slot, sequence, items, size).map_err(to_python)
     }
@@ -101,13 +94,10 @@ impl Ring {
     /// Marks of a slot's items: 0 pending, 1 stored, 2 failed.
     fn marks<'py>(&self, py: Python<'py>, slot: usize) -> PyResult<Bound<'py, PyBytes>> {
         let slot = self.0.slot(slot).map_err(to_python)?;
-        let items = slot
-            .head
-            .items
-            .load(loongforge_ring::sync::Ordering::Acquire) as usize;
+        let items = slot.head.items.load(Ordering::Acquire) as usize;
         let marks: Vec<u8> = slot.marks[..items]
             .iter()
-            .map(|m| m.load(loongforge_ring::sync::Ordering::Acquire))
+            .map(|m| m.load(Ordering::Acquire))
             .collect();
         Ok(PyBytes::new(py, &marks))
     }
@@ -116,15 +106,23 @@ impl Ring {
         Ok(format!("{:?}", self.0.slot(slot).map_err(to_python)?.state()).to_lowercase())
     }
 
+    /// States of all slots, one byte each: 0 free, 1 filling, 2 ready, 3 in use.
+    fn states<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.states())
+    }
+
+    /// Bytes of a slot for which memory was taken.
+    fn reserved(&self, slot: usize) -> PyResult<u64> {
+        self.0.reserved(slot).map_err(to_python)
+    }
+
     /// Seconds from the start of filling until the slot was ready.
     fn fill_seconds(&self, slot: usize) -> PyResult<f64> {
         let slot = self.0.slot(slot).map_err(to_python)?;
-        let order = loongforge_ring::sync::Ordering::Acquire;
-        let nanoseconds = slot
-            .head
-            .ready
-            .load(order)
-            .saturating_sub(slot.head.began.load(order));
+        let (began, ready) = (&slot.head.began, &slot.head.ready);
+        let nanoseconds = ready
+            .load(Ordering::Acquire)
+            .saturating_sub(began.load(Ordering::Acquire));
         Ok(nanoseconds as f64 * 1e-9)
     }
 
@@ -162,89 +160,6 @@ impl Ring {
     /// Bytes of a slot, for the process that fills it.
     fn view(&self, slot: usize) -> PyResult<SlotView> {
         SlotView::new(Arc::clone(&self.0), slot).map_err(to_python)
-    }
-
-    #[pyo3(signature = (payload, waits_for=None))]
-    fn push(&self, payload: &[u8], waits_for: Option<u32>) -> PyResult<Option<u64>> {
-        self.0
-            .push(payload, waits_for.unwrap_or(NO_SLOT))
-            .map_err(to_python)
-    }
-
-    fn wake_workers(&self) {
-        self.0.wake_workers();
-    }
-
-    /// Waits for a job and claims it: (entry, serial, payload), or None when the time is over or the ring stops.
-    fn claim<'py>(
-        &self,
-        py: Python<'py>,
-        worker: u32,
-        timeout: f64,
-    ) -> PyResult<Option<(usize, u64, Bound<'py, PyBytes>)>> {
-        let timeout = seconds(timeout)?;
-        let core = &self.0;
-        let claim = py
-            .detach(|| core.claim(worker, timeout))
-            .map_err(to_python)?;
-        Ok(claim.map(|c| (c.entry, c.serial, PyBytes::new(py, &c.payload))))
-    }
-
-    #[pyo3(signature = (worker, entry, error=None))]
-    fn finish(&self, worker: u32, entry: usize, error: Option<&[u8]>) -> PyResult<()> {
-        self.0.finish(worker, entry, error).map_err(to_python)
-    }
-
-    /// Removes ended jobs; returns (serial, error) of the failed ones.
-    fn collect<'py>(&self, py: Python<'py>) -> Vec<(u64, Bound<'py, PyBytes>)> {
-        let failed = self
-            .0
-            .collect()
-            .into_iter()
-            .filter(|report| report.kind == job::FAILED);
-        failed
-            .map(|report| (report.serial, PyBytes::new(py, &report.payload)))
-            .collect()
-    }
-
-    fn claimed(&self) -> Vec<Held> {
-        self.0
-            .claimed()
-            .into_iter()
-            .map(|r| (r.serial, r.worker, r.age as f64 * 1e-9))
-            .collect()
-    }
-
-    fn requeue(&self, worker: u32) -> usize {
-        self.0.requeue(worker)
-    }
-
-    fn clear_queued(&self) -> usize {
-        self.0.clear_queued()
-    }
-
-    /// (serial, payload) of up to `most` waiting jobs from serial `start` on, without claiming them.
-    fn peek<'py>(
-        &self,
-        py: Python<'py>,
-        start: u64,
-        most: usize,
-    ) -> Vec<(u64, Bound<'py, PyBytes>)> {
-        let found = self.0.peek(start, most).into_iter();
-        found
-            .map(|(serial, payload)| (serial, PyBytes::new(py, &payload)))
-            .collect()
-    }
-
-    /// Sleeps until there is work, or the time is over.
-    fn wait_work(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
-        let timeout = seconds(timeout)?;
-        py.detach(|| self.0.wait_work(timeout));
-        Ok(())
-    }
-
-    fn outstanding(&self) -> usize {
-        self.0.outstanding()
     }
 
     fn wait_progress(&self, py: Python<'_>, seen: u32, timeout: f64) -> PyResult<u32> {

@@ -57,6 +57,8 @@ pub struct SlotHead {
     pub began: AtomicU64,
     /// Nanoseconds when it became ready.
     pub ready: AtomicU64,
+    /// Bytes from the start of the slot for which memory was taken.
+    pub reserved: AtomicU64,
 }
 
 /// A slot and the marks of its items.
@@ -271,6 +273,7 @@ mod tests {
             sequence: AtomicU64::new(0),
             began: AtomicU64::new(0),
             ready: AtomicU64::new(0),
+            reserved: AtomicU64::new(0),
         }
     }
 

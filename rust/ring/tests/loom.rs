@@ -22,6 +22,7 @@ impl Shared {
             sequence: AtomicU64::new(0),
             began: AtomicU64::new(0),
             ready: AtomicU64::new(0),
+            reserved: AtomicU64::new(0),
         };
         let zeros = |n: usize| (0..n).map(|_| AtomicU8::new(0)).collect();
         Self {

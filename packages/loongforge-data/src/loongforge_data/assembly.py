@@ -12,8 +12,9 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from loongforge_data.layout import BatchLayout
 from loongforge_data.order import random_keys
-from loongforge_data.planning import BatchLayout, VideoDataset
+from loongforge_data.planning import VideoDataset
 from loongforge_data.workers.jobs import FAILED, describe
 
 Bad = list[tuple[int, str]]
@@ -74,6 +75,8 @@ def good_rows(layout: BatchLayout, marks: bytes, bad: Bad) -> list[int]:
 def picture_failures(layout: BatchLayout, marks: bytes) -> dict[int, int]:
     """Return the samples with a failed picture, each with its first failed item."""
     found: dict[int, int] = {}
+    if FAILED not in marks:
+        return found
     base = 0
     for block in layout.blocks:
         for number in range(block.frames * layout.samples):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loongforge_data._core import checksum
-from loongforge_data.planning import ImageLayoutLike
+from loongforge_data.layout import ImageLayoutLike
 
 FORMAT = 1
 _HEADER = struct.Struct("<8sIIQQ")

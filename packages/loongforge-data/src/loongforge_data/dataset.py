@@ -19,34 +19,20 @@ from loongforge_data.formats.modality import Modality, read_modality
 from loongforge_data.formats.placement import Placement
 from loongforge_data.formats.rows import Rows
 from loongforge_data.formats.statfiles import Stats, read_stats
+from loongforge_data.framemap import FrameMap, FrameRequest
 from loongforge_data.modalities.audio import AudioSource
 from loongforge_data.modalities.depth import DepthUnit
 from loongforge_data.modalities.series import SeriesSource
 from loongforge_data.opening import Opened, open_files
 from loongforge_data.options import ImageSize, OnMismatch, Options, Verify
-from loongforge_data.video import DecoderPool, VideoFile, video_index
+from loongforge_data.planning import FrameTable
+from loongforge_data.video import DecoderPool, VideoFile
 from loongforge_data.video.pixels import upright_rgb
 from loongforge_data.windows import Window, make_windows
 
 Sample = dict[str, object]
 _Text = TypeVar("_Text", bound=str)
 _NOTHING = np.zeros(0, np.uint8)
-
-
-class FrameRequest(NamedTuple):
-    """One video frame a sample needs.
-
-    Attributes:
-        key: Feature key of the camera.
-        slot: Position in the window of that camera; 0 without a window.
-        path: The video file.
-        index: Display index of the frame inside that file.
-    """
-
-    key: str
-    slot: int
-    path: str
-    index: int  # type: ignore[assignment]
 
 
 class ImageLayout(NamedTuple):
@@ -97,7 +83,7 @@ class RobotDataset:
         self._starts: NDArray[np.int64] = opened.rows.starts
         self._length = int(self._starts[-1])
         self._placements = opened.placements
-        self._index_videos()
+        self._frames = FrameMap(self._starts, self._places(), self.windows)
         self._sizes: dict[str, ImageSize] = {}
         self._pool: DecoderPool | None = None
         self._modality: Modality | None = read_modality(self.root, self.features)
@@ -105,16 +91,13 @@ class RobotDataset:
         self._stats: Mapping[str, Stats] | None = None
         self._fingerprint: str | None = None
 
-    def _index_videos(self) -> None:
-        """Lay out paths and first frames per camera and episode for quick look-up."""
-        self._video_paths: dict[str, list[str]] = {}
-        self._video_firsts: dict[str, list[int]] = {}
+    def _places(self) -> dict[str, list[tuple[str, int]]]:
+        """Return the (file, first frame) of each camera and episode."""
+        result = {}
         for camera in (*self.cameras, *self.depth_cameras):
             spans: list[Placement] = [self._placements[e.index, camera] for e in self.episodes]
-            self._video_paths[camera] = [span.path for span in spans]
-            self._video_firsts[camera] = [span.first for span in spans]
-        lengths = np.diff(self._starts)
-        self._episode_of = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+            result[camera] = [(span.path, span.first) for span in spans]
+        return result
 
     # -- facts -----------------------------------------------------------------------------------------
 
@@ -166,12 +149,12 @@ class RobotDataset:
 
     def episode_bounds(self, i: int) -> tuple[int, int]:
         """Return the samples [start, stop) of the episode that sample i belongs to."""
-        episode = int(self._episode_of[self._checked(i)])
+        episode = self._frames.episode(self._checked(i))
         return int(self._starts[episode]), int(self._starts[episode + 1])
 
     def episode_of(self, i: int) -> Episode:
         """Return the episode that sample i belongs to."""
-        return self.episodes[int(self._episode_of[self._checked(i)])]
+        return self.episodes[self._frames.episode(self._checked(i))]
 
     def placement(self, episode: int, camera: str) -> Placement:
         """Return the video file of an episode and camera, and the display index of its first frame there."""
@@ -180,19 +163,9 @@ class RobotDataset:
     def block_starts(self) -> list[int]:
         """Return the first sample of each run that starts on a key frame of the first camera.
 
-        Runs never cross an episode. Reads the frame table of every video file (about 5 us a frame, once).
+        Runs never cross an episode. Reads the key frames of every video file of that camera, once.
         """
-        starts = [int(s) for s in self._starts[:-1]]
-        if not self.cameras:
-            return starts
-        camera = self.cameras[0]
-        for position, base in enumerate(self._starts[:-1].tolist()):
-            index = video_index(self._video_paths[camera][position])
-            first = self._video_firsts[camera][position]
-            shown = index.display[index.keys] - first
-            inside = shown[(shown > 0) & (shown < int(self._starts[position + 1]) - base)]
-            starts += (inside + base).tolist()
-        return sorted(starts)
+        return self._frames.block_starts(self.cameras[0] if self.cameras else None)
 
     def text(self, i: int, key: str) -> str:
         """Return the text of a language key: "task", "sub_task", or an annotation of `modality.json`.
@@ -234,7 +207,7 @@ class RobotDataset:
     def tabular(self, i: int) -> Sample:
         """Return everything of a sample but decoded video. A few microseconds per feature."""
         row = self._checked(i)
-        episode = self._episode_of[row]
+        episode = self._frames.episode(row)
         start, stop = int(self._starts[episode]), int(self._starts[episode + 1])
         sample: Sample = {}
         for reader in self._readers:
@@ -243,20 +216,21 @@ class RobotDataset:
 
     def frame_requests(self, i: int) -> tuple[FrameRequest, ...]:
         """Return the video frames a sample needs, camera by camera and slot by slot. Opens no file."""
-        row = self._checked(i)
-        episode = int(self._episode_of[row])
-        start = int(self._starts[episode])
-        requests: list[FrameRequest] = []
-        for camera in self.cameras:
-            path = self._video_paths[camera][episode]
-            base = self._video_firsts[camera][episode] - start
-            window = self.windows.get(camera)
-            if window is None:
-                requests.append(FrameRequest(camera, 0, path, base + row))
-                continue
-            rows = window.rows(row, start, int(self._starts[episode + 1])).tolist()
-            requests += [FrameRequest(camera, slot, path, base + r) for slot, r in enumerate(rows)]
-        return tuple(requests)
+        return self._frames.requests(self._checked(i), self.cameras)
+
+    def frame_tables(self, rows: NDArray[np.int64]) -> list[FrameTable]:
+        """Return the frames of many samples at once, one table per camera; see `planning.FrameTables`.
+
+        Args:
+            rows: (n,) int64 samples, each 0 <= row < len(dataset).
+
+        Raises:
+            IndexError: A sample does not exist.
+        """
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._length:
+            msg = f"samples {rows.min()} to {rows.max()}: the data set has samples 0 to {self._length - 1}"
+            raise IndexError(msg)
+        return self._frames.tables(rows, self.cameras)
 
     def image_layout(self) -> Mapping[str, ImageLayout]:
         """Return the picture shapes of exactly the keys that `frame_requests` delivers.
@@ -274,7 +248,7 @@ class RobotDataset:
     def _displayed_size(self, camera: str) -> ImageSize:
         known = self._sizes.get(camera)
         if known is None:
-            paths = self._video_paths[camera]
+            paths = self._frames.paths(camera)
             if not paths:
                 shape = self.features[camera].shape
                 return (shape[0], shape[1])
@@ -301,7 +275,7 @@ class RobotDataset:
                         frames[index] = upright_rgb(frame, size=self.image_size)
             except DataError as error:
                 row = self._checked(i)
-                episode = self.episodes[int(self._episode_of[row])].index
+                episode = self.episodes[self._frames.episode(row)].index
                 raise type(error)(error.message, path=path, episode=episode, row=row) from error
         for camera in self.cameras:
             pictures = [wanted[r.path][r.index] for r in requests if r.key == camera]

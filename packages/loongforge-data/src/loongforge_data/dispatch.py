@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from loongforge_data.planning import PlannedBatch, VideoDataset, plan_frames
+from loongforge_data.layout import PlannedBatch
+from loongforge_data.planning import VideoDataset, plan_frames
 from loongforge_data.supervision import QueuedJob
 from loongforge_data.workers.jobs import CollateJob, DecodeJob, SampleJob, TableJob, indices_to_bytes
 
@@ -32,7 +33,7 @@ def video_jobs(
             jobs.append((sequence, 2, QueuedJob(job=collate, last=sequence, waits_for=batch.slot)))
     for found in plan_frames(dataset, batches, gap):
         decode = DecodeJob(found.key, found.path, found.targets.tobytes())
-        jobs.append((found.first, 1, QueuedJob(job=decode, last=int(found.targets[:, 2].max()))))
+        jobs.append((found.first, 1, QueuedJob(job=decode, last=found.last)))
     jobs.sort(key=lambda entry: entry[:2])
     return [queued for _, _, queued in jobs]
 

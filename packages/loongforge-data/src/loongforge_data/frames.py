@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from loongforge_data.convert import frame_into
-from loongforge_data.planning import ImageLayoutLike
+from loongforge_data.layout import ImageLayoutLike
 
 if TYPE_CHECKING:
     from loongforge_data.cache import FrameCache

@@ -24,8 +24,9 @@ from loongforge_data.cache import FrameCache
 from loongforge_data.collate import collate_arrays
 from loongforge_data.delivery import Delivery
 from loongforge_data.frames import FrameReader
+from loongforge_data.layout import BatchLayout, PlannedBatch
 from loongforge_data.order import EpochPlan
-from loongforge_data.planning import BatchLayout, PlannedBatch, VideoDataset, plan_frames
+from loongforge_data.planning import VideoDataset, plan_frames
 from loongforge_data.telemetry import NAMES
 from loongforge_data.workers.jobs import FAILED, STORED, describe
 from loongforge_data.workers.loop import WorkerSpec

@@ -11,35 +11,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Generic, Literal, TypeVar, cast
 
+from loongforge_data.building import NO_FACTS, PipelineOptions, Started, start_pipeline
 from loongforge_data.cache import CacheConfig
 from loongforge_data.collate import to_tensors, torch_available
 from loongforge_data.delivery import Delivery, Pipeline
 from loongforge_data.errorpolicy import ErrorPolicy, OnError, SkippedSample
 from loongforge_data.errors import DataError
-from loongforge_data.inline import InlinePipeline
-from loongforge_data.order import DEFAULT_GROUP, EpochPlan, OrderConfig, Shuffle, Tail
-from loongforge_data.pinning import SlotPinner
-from loongforge_data.pipeline import RingPipeline, RingSettings
-from loongforge_data.planning import VideoDataset, batch_layout
-from loongforge_data.prefetch import MODES, Mode
+from loongforge_data.order import EpochPlan, OrderConfig, Shuffle, Tail
+from loongforge_data.pipeline import RingPipeline
+from loongforge_data.planning import VideoDataset
+from loongforge_data.prefetch import Mode
 from loongforge_data.resume import LoaderState, check_state, read_state
-from loongforge_data.sizing import DEFAULT_SLOT_MB, RingSize, available_bytes, ring_size, slots_needed
-from loongforge_data.startup import (
-    MapDataset,
-    block_starts,
-    cache_config,
-    check_range,
-    fingerprint,
-    following,
-    threads_per_worker,
-)
+from loongforge_data.sizing import DEFAULT_SLOT_MB, slots_needed
+from loongforge_data.startup import MapDataset, block_starts, cache_config, fingerprint
 from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
-from loongforge_data.workers.crew import START_METHODS, choose_method
-from loongforge_data.workers.loop import WorkerSpec
 
 Batch = TypeVar("Batch")
 ShuffleArgument = bool | Literal["full", "block", "none"]
-_TABLE_BYTES = 1 << 20
 _RETUNE_BATCHES = 32
 
 
@@ -122,17 +110,6 @@ class ADFEDataLoader(Generic[Batch]):
         multiprocessing_context: str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        check_range("num_workers", num_workers, 0, 1024)
-        check_range("prefetch_factor", prefetch_factor or 2, 1, 1024)
-        check_range("slot_mb", slot_mb, 1, 1 << 20)
-        if isinstance(slots, int):
-            check_range("slots", slots, 2, 4096)
-        if readahead not in MODES:
-            msg = f"readahead is {readahead!r}, allowed are {MODES}"
-            raise ValueError(msg)
-        if not timeout > 0:
-            msg = f"timeout is {timeout}, allowed is a number of seconds above 0"
-            raise ValueError(msg)
         if not 0 <= rank < world_size:
             msg = f"rank is {rank}, allowed is 0 <= rank < world_size = {world_size}"
             raise ValueError(msg)
@@ -146,23 +123,24 @@ class ADFEDataLoader(Generic[Batch]):
         self.rank = rank
         self.infinite = infinite
         self._errors = ErrorPolicy(on_error, error_budget)
-        self._video = isinstance(dataset, VideoDataset)
-        self._images = dict(dataset.image_layout()) if isinstance(dataset, VideoDataset) else {}
-        self._slots = slots
-        self._slot_mb = slot_mb
-        self._timeout = timeout
-        self._threads = threads_per_worker
-        self._readahead: Mode = readahead
-        self._cache = cache_config(cache, dataset)
-        if multiprocessing_context is not None and multiprocessing_context not in START_METHODS:
-            msg = (
-                f"multiprocessing_context is {multiprocessing_context!r}, allowed are {START_METHODS} or None"
-            )
-            raise ValueError(msg)
-        self._context = multiprocessing_context
-        self._method: str | None = None
-        self._method_reason: str | None = None
-        self._lookahead = lookahead
+        self._options = PipelineOptions(
+            dataset=dataset,
+            collate_fn=collate_fn,
+            images=dict(dataset.image_layout()) if isinstance(dataset, VideoDataset) else {},
+            video=isinstance(dataset, VideoDataset),
+            batch_size=batch_size,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor or 2,
+            pin_memory=pin_memory,
+            lookahead=lookahead and (persistent_workers or infinite),
+            slots=slots,
+            slot_mb=slot_mb,
+            threads_per_worker=threads_per_worker,
+            cache=cache_config(cache, dataset),
+            readahead=readahead,
+            multiprocessing_context=multiprocessing_context,
+            timeout=timeout,
+        )
         kind: Shuffle = shuffle if isinstance(shuffle, str) else ("full" if shuffle else "none")
         self._order = OrderConfig(
             length=len(dataset),
@@ -172,20 +150,18 @@ class ADFEDataLoader(Generic[Batch]):
             seed=seed,
             tail=tail or ("drop" if drop_last else "short"),
             block_starts=block_starts(dataset) if kind == "block" else (),
-            group=group or self._default_group(),
+            group=group or self._options.default_group(),
             lanes=world_size,
         )
-        self._size: RingSize | None = None
         self._plan: EpochPlan | None = None
         self._epoch = 0
         self._batch = 0
         self._generation = 0
         self._counters = LoaderCounters()
-        self._pipeline: Pipeline | None = None
+        self._started: Started | None = None
+        self._facts: Mapping[str, Stat] = NO_FACTS
         self._finalizer: weakref.finalize[..., object] | None = None
         self._left_at: float | None = None
-        self._pinner: SlotPinner | None = None
-        self._pin_reason: str | None = None
 
     # -- order and position ------------------------------------------------------------------------
 
@@ -289,9 +265,16 @@ class ADFEDataLoader(Generic[Batch]):
     def _ready_pipeline(self, plan: EpochPlan) -> Pipeline | None:
         if self._batch >= plan.num_batches:
             return None
-        if self._pipeline is None:
-            self._pipeline = self._start()
-        return self._pipeline
+        if self._started is None:
+            self._started = start_pipeline(
+                self._options,
+                seed=self._order.seed,
+                skip_errors=self._errors.on_error == "skip",
+                counters=self._counters,
+            )
+            self._facts = self._started.facts
+            self._finalizer = weakref.finalize(self, self._started.pipeline.close)
+        return self._started.pipeline
 
     def _next_batch(self, pipeline: Pipeline, plan: EpochPlan) -> object | None:
         counters = self._counters
@@ -312,7 +295,7 @@ class ADFEDataLoader(Generic[Batch]):
         counters.batches += 1
         counters.samples += len(delivery.indices) - len({index for index, _ in delivery.bad})
         self._left_at = end
-        if self._slots == "auto" and counters.batches % _RETUNE_BATCHES == 0:
+        if self._options.slots == "auto" and counters.batches % _RETUNE_BATCHES == 0:
             self._retune(pipeline)
         if value is None and plan.config.world_size > 1:
             msg = (
@@ -325,8 +308,9 @@ class ADFEDataLoader(Generic[Batch]):
 
     def _finish(self, delivery: Delivery) -> object | None:
         value = delivery.value
-        if self._pinner is not None and delivery.lease is not None:
-            self._pinner.deliver(delivery.lease)
+        pinner = None if self._started is None else self._started.pinner
+        if pinner is not None and delivery.lease is not None:
+            pinner.deliver(delivery.lease)
         if self.collate_fn is None and torch_available():
             value = to_tensors(value)
         return value
@@ -337,89 +321,6 @@ class ADFEDataLoader(Generic[Batch]):
         counters.skipped_samples += self._errors.apply(delivery.bad, epoch=self._epoch, seen=seen)
 
     # -- pipeline ----------------------------------------------------------------------------------
-
-    def _start(self) -> Pipeline:
-        spec = WorkerSpec(
-            dataset=self.dataset,
-            collate_fn=self.collate_fn,
-            images=self._images,
-            seed=self._order.seed,
-            skip_errors=self._errors.on_error == "skip",
-            threads=self._threads or threads_per_worker(self.num_workers, video=self._video),
-            cache=self._cache,
-            readahead=self._readahead,
-        )
-        if self.num_workers == 0:
-            inline = InlinePipeline(spec)
-            self._finalizer = weakref.finalize(self, inline.close)
-            return inline
-        size = self._ring_size()
-        self._size = size
-        method, self._method_reason, payload = choose_method(self._context, spec)
-        self._method = method
-        settings = RingSettings(
-            slots=size.slots,
-            slot_bytes=size.slot_bytes,
-            workers=self.num_workers,
-            method=method,
-            payload=payload,
-            timeout=self._timeout,
-            chunk=max(1, size.slots // 2),
-            batch_size=self.batch_size,
-        )
-        ahead = self._lookahead and (self.persistent_workers or self.infinite)
-        ring = RingPipeline(spec, settings, self._counters, following if ahead else None)
-        self._finalizer = weakref.finalize(self, ring.close)
-        self._pinner = self._pin(ring)
-        return ring
-
-    def _pin(self, ring: RingPipeline) -> SlotPinner | None:
-        """Return what page-locks slots, or None with a reason in the statistics."""
-        self._pin_reason = None
-        if not self.pin_memory:
-            return None
-        if not torch_available():
-            self._pin_reason = "torch is not installed"
-            return None
-        import torch
-
-        if not torch.cuda.is_available():
-            self._pin_reason = "torch sees no CUDA device"
-            return None
-        return SlotPinner(ring.ring)
-
-    def _batch_bytes(self) -> int | None:
-        if not self._video:
-            return None
-        pictures = batch_layout(self._images, self.batch_size).table_offset
-        # The collate function's result lies in the slot too and may hold the pictures once more, as floats.
-        return pictures + _TABLE_BYTES + (pictures * 5 if self.collate_fn is not None else 0)
-
-    def _ring_size(self) -> RingSize:
-        ahead = self.prefetch_factor * self.num_workers
-        return ring_size(
-            batch_bytes=self._batch_bytes(),
-            slots=self._slots if isinstance(self._slots, int) else None,
-            slot_mb=self._slot_mb,
-            least=ahead + 3,
-            available=available_bytes(),
-        )
-
-    def _default_group(self) -> int:
-        """Return the samples that half a ring of the standard budget holds; a function of the arguments
-        alone.
-        """
-        size = self._batch_bytes()
-        if size is None:
-            return DEFAULT_GROUP
-        planned = ring_size(
-            batch_bytes=size,
-            slots=self._slots if isinstance(self._slots, int) else None,
-            slot_mb=self._slot_mb,
-            least=5,
-            available=1 << 50,
-        )
-        return min(DEFAULT_GROUP, max(1, planned.slots // 2) * self.batch_size)
 
     def _retune(self, pipeline: Pipeline) -> None:
         counters = self._counters
@@ -434,35 +335,33 @@ class ADFEDataLoader(Generic[Batch]):
     @property
     def pipeline(self) -> Pipeline | None:
         """The running pipeline, or None before the first batch and after `close`."""
-        return self._pipeline
+        return None if self._started is None else self._started.pipeline
 
     def stats(self) -> dict[str, Stat]:
         """Return counters and times as a flat dict with stable names; unknown values are None."""
-        pipeline = self._pipeline
-        workers = pipeline.counters() if pipeline is not None else {}
-        depths = pipeline.depths() if pipeline is not None else {}
+        started = self._started
+        workers = {} if started is None else started.pipeline.counters()
+        depths = {} if started is None else started.pipeline.depths()
+        pinner = None if started is None else started.pinner
         extra: dict[str, Stat] = {
             "epoch": self._epoch,
             "batch": self._batch,
             "workers": self.num_workers,
-            "start_method": self._method,
-            "start_method_reason": self._method_reason,
-            "pinned_bytes": 0 if self._pinner is None else self._pinner.registered_bytes,
-            "pin_reason": self._pin_reason if self._pinner is None else self._pinner.reason,
-            "slot_bytes": None if self._size is None else self._size.slot_bytes,
-            "slots_reason": None if self._size is None else self._size.reason,
+            **self._facts,
+            "pinned_bytes": 0 if pinner is None else pinner.registered_bytes,
             **{f"queue_{name}": depth for name, depth in depths.items()},
         }
+        if pinner is not None:
+            extra["pin_reason"] = pinner.reason
         return flat_stats(self._counters, workers, extra)
 
     def _stop(self) -> None:
-        if self._pinner is not None:
-            self._pinner.close()
-            self._pinner = None
+        started, self._started = self._started, None
+        if started is not None and started.pinner is not None:
+            started.pinner.close()
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
-        self._pipeline = None
 
     def close(self) -> None:
         """Stop workers. The loader stays usable: the next ``iter()`` starts them again at the same

@@ -19,14 +19,17 @@ from loongforge_data.assembly import Bad, good_rows, join_batch, picture_failure
 from loongforge_data.delivery import Delivery
 from loongforge_data.dispatch import gop_lengths, sample_jobs, video_jobs
 from loongforge_data.errors import DataError
+from loongforge_data.layout import HEADER_BYTES, BatchLayout, PlannedBatch
 from loongforge_data.order import EpochPlan, group_batches
-from loongforge_data.planning import HEADER_BYTES, BatchLayout, PlannedBatch, VideoDataset
+from loongforge_data.planning import VideoDataset
 from loongforge_data.supervision import CHECK_SECONDS, Supervisor
 from loongforge_data.telemetry import NAMES, LoaderCounters
 from loongforge_data.transport import unpack
 from loongforge_data.workers.crew import Crew, StartMethod
 from loongforge_data.workers.jobs import FAILED, PAYLOAD_BYTES
 from loongforge_data.workers.loop import WorkerSpec
+
+_FREE, _FILLING, _READY, _IN_USE = range(4)  # states of a slot
 
 
 @dataclass(kw_only=True)
@@ -58,6 +61,8 @@ class RingSettings:
     """Batches planned together."""
     batch_size: int
     """Samples of a full batch."""
+    shrink: bool = True
+    """Give the memory of slots that retuning left unused back; not when a device knows their pages."""
 
 
 class RingPipeline:
@@ -140,7 +145,9 @@ class RingPipeline:
             if lease is not None:
                 break
             progress = self._ring.wait_progress(progress, CHECK_SECONDS)
-            self._supervisor.watch([p.planned.slot for p in self._pending.values()])
+            self._watch()
+        # Also where nothing had to be waited for: a dead worker is missed before its batches are.
+        self._watch()
         del self._pending[sequence]
         self._supervisor.forget(sequence)
         self._counters.fill_ms.append(1e3 * self._ring.fill_seconds(planned.slot))
@@ -149,6 +156,9 @@ class RingPipeline:
         self._schedule()
         return delivery
 
+    def _watch(self) -> None:
+        self._supervisor.watch([pending.planned.slot for pending in self._pending.values()])
+
     def counters(self) -> Mapping[str, int]:
         """Return the workers' counters, summed."""
         rows = [self._ring.counters(number) for number in range(self._settings.workers)]
@@ -156,12 +166,12 @@ class RingPipeline:
 
     def depths(self) -> Mapping[str, int]:
         """Return queue depths."""
-        states = [self._ring.state(slot) for slot in range(self._settings.slots)]
+        states = self._ring.states()
         return {
-            "ready_batches": states.count("ready"),
-            "filling_batches": states.count("filling"),
+            "ready_batches": states.count(_READY),
+            "filling_batches": states.count(_FILLING),
             "slots": self._active,
-            "slots_in_use": states.count("inuse"),
+            "slots_in_use": states.count(_IN_USE),
             "queued_jobs": self._supervisor.waiting,
         }
 
@@ -194,9 +204,12 @@ class RingPipeline:
 
     def _free_slots(self) -> list[int]:
         taken = {pending.planned.slot for pending in self._pending.values()}
-        return [
-            slot for slot in range(self._active) if slot not in taken and self._ring.state(slot) == "free"
-        ]
+        states = self._ring.states()
+        if self._settings.shrink and self._active < self._settings.slots:
+            for slot in range(self._active, self._settings.slots):
+                if states[slot] == _FREE and slot not in taken and self._ring.reserved(slot):
+                    self._ring.shrink(slot)
+        return [slot for slot in range(self._active) if states[slot] == _FREE and slot not in taken]
 
     def _chunk(self, plan: EpochPlan) -> int:
         """Return how many batches to plan together: whole groups of the block shuffle where they fit."""
@@ -271,5 +284,4 @@ class RingPipeline:
         return Delivery(value=value, indices=planned.indices, bad=named, lease=kept)
 
     def _crowded(self) -> bool:
-        held = sum(1 for slot in range(self._settings.slots) if self._ring.state(slot) == "inuse")
-        return held > max(2, self._active // 2)
+        return self._ring.states().count(_IN_USE) > max(2, self._active // 2)

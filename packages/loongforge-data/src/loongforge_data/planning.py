@@ -1,54 +1,28 @@
-"""From a list of batches to work: where each picture of a batch lies in its slot, and which frames to
-decode together.
+"""From a list of batches to work: which frames to decode together, and where each picture goes.
 
 All functions are pure. Frames of one file that lie close together become one job, whatever batch they
 belong to, so that a group of pictures is decoded once for everything in the window of planned batches that
 needs it.
+
+Planning happens while the trainer waits for ``next``, so it works on whole arrays: a few microseconds per
+batch where the data set gives its frames as tables (`FrameTables`), else one call per sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from loongforge_data.transport import align
+from loongforge_data.errors import DataError
+from loongforge_data.layout import Block, ImageLayoutLike, PlannedBatch
 
-HEADER_BYTES = 64
 MAX_TARGETS = 128
 TARGET_FIELDS = 5
-Targets = npt.NDArray[np.int64]
-
-
-class ImageLayoutLike(Protocol):
-    """Shape of the decoded pictures of one camera."""
-
-    @property
-    def frames(self) -> int | None:
-        """Length of the time axis; None without one."""
-
-    @property
-    def height(self) -> int:
-        """Rows."""
-
-    @property
-    def width(self) -> int:
-        """Columns."""
-
-    @property
-    def channels(self) -> int:
-        """Channels."""
-
-    @property
-    def size(self) -> tuple[int, int] | None:
-        """Size to resize to, or None."""
-
-    @property
-    def crop(self) -> tuple[int, int, int, int] | None:
-        """Crop before the resize, or None."""
+Integers = npt.NDArray[np.int64]
 
 
 class FrameRequestLike(Protocol):
@@ -69,6 +43,26 @@ class FrameRequestLike(Protocol):
     @property
     def index(self) -> int:
         """Display index inside the file."""
+
+
+class FrameTableLike(Protocol):
+    """The frames of one camera that ``n`` samples need, ``T`` each."""
+
+    @property
+    def key(self) -> str:
+        """Camera."""
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Video files."""
+
+    @property
+    def files(self) -> Integers:
+        """(n, T) positions in ``paths``."""
+
+    @property
+    def indices(self) -> Integers:
+        """(n, T) display indices inside the files."""
 
 
 @runtime_checkable
@@ -92,70 +86,29 @@ class VideoDataset(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Where one camera's pictures of a whole batch lie in a slot."""
+class FrameTables(Protocol):
+    """What a `VideoDataset` may offer beside `frame_requests`: the frames of many samples at once."""
+
+    def frame_tables(self, rows: Integers, /) -> Sequence[FrameTableLike]:
+        """Return one table per camera for samples ``rows`` (n,)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameTable:
+    """See `FrameTableLike`."""
 
     key: str
     """Camera."""
-    offset: int
-    """First byte in the slot."""
-    shape: tuple[int, ...]
-    """Shape of one sample: (T, H, W, C) or (H, W, C)."""
-    frame_bytes: int
-    """Bytes of one picture."""
-    frames: int
-    """Pictures per sample."""
+    paths: Sequence[str]
+    """Video files."""
+    files: Integers
+    """(n, T) positions in ``paths``."""
+    indices: Integers
+    """(n, T) display indices inside the files."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchLayout:
-    """Where everything of a batch of ``samples`` lies in its slot. Item ``blocks x samples x frames``
-    counts up in
-    that order; the table is the item after the last picture.
-    """
-
-    samples: int
-    """Samples of the batch."""
-    blocks: tuple[Block, ...]
-    """Cameras."""
-    table_offset: int
-    """First byte of the packed rest."""
-
-    @property
-    def pictures(self) -> int:
-        """Number of pictures."""
-        return sum(block.frames for block in self.blocks) * self.samples
-
-
-def batch_layout(images: Mapping[str, ImageLayoutLike], samples: int) -> BatchLayout:
-    """Lay out a batch: one contiguous array (samples, [T,] H, W, C) per camera, then the table."""
-    offset, blocks = HEADER_BYTES, []
-    for key, image in images.items():
-        picture = (image.height, image.width, image.channels)
-        frames = image.frames or 1
-        shape = picture if image.frames is None else (image.frames, *picture)
-        size = image.height * image.width * image.channels
-        blocks.append(Block(key=key, offset=align(offset), shape=shape, frame_bytes=size, frames=frames))
-        offset = align(offset) + samples * frames * size
-    return BatchLayout(samples=samples, blocks=tuple(blocks), table_offset=align(offset))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedBatch:
-    """A batch with the slot it goes to."""
-
-    sequence: int
-    """Number of the batch, unique over the life of the pipeline."""
-    slot: int
-    """Slot."""
-    indices: npt.NDArray[np.int64]
-    """Samples."""
-    layout: BatchLayout
-    """Where things go."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FrameJob:
     """Frames of one file to decode, and where each goes."""
 
@@ -163,10 +116,12 @@ class FrameJob:
     """Camera."""
     path: str
     """Video file."""
-    targets: Targets
+    targets: Integers
     """(n, 5) int64: display index, slot, sequence, item, byte offset; sorted by display index."""
     first: int
     """Smallest sequence that needs it; jobs are done in this order."""
+    last: int
+    """Largest sequence that needs it."""
 
 
 def plan_frames(
@@ -182,49 +137,118 @@ def plan_frames(
 
     Returns:
         Jobs in the order in which their first batch is due. O(n log n) in the number of frames.
+
+    Raises:
+        DataError: The data set lists other frames than its `image_layout` says.
     """
-    wanted: dict[tuple[str, str], list[tuple[int, int, int, int, int]]] = {}
-    for batch in batches:
-        bases, base = {}, 0
-        for block in batch.layout.blocks:
-            bases[block.key] = (base, block)
-            base += block.frames * batch.layout.samples
-        for row, sample in enumerate(batch.indices.tolist()):
-            for request in dataset.frame_requests(sample):
-                start, block = bases[request.key]
-                number = row * block.frames + request.slot
-                target = (
-                    request.index,
-                    batch.slot,
-                    batch.sequence,
-                    start + number,
-                    block.offset + number * block.frame_bytes,
-                )
-                wanted.setdefault((request.key, request.path), []).append(target)
-    jobs = []
-    for (key, path), targets in wanted.items():
-        targets.sort()
-        table = np.array(targets, dtype=np.int64)
-        jobs += [
-            FrameJob(key=key, path=path, targets=part, first=int(part[:, 2].min()))
-            for part in _split(table, gap.get(key, 1), limit)
-        ]
+    if not batches:
+        return []
+    rows = np.concatenate([batch.indices for batch in batches])
+    frames = {block.key: block.frames for block in batches[0].layout.blocks}
+    jobs: list[FrameJob] = []
+    for table in frame_tables(dataset, rows, frames):
+        if table.indices.shape != (len(rows), frames.get(table.key, 0)):
+            msg = (
+                f"frame_tables gives {table.indices.shape} frames of {table.key!r} for {len(rows)} samples; "
+                f"image_layout has {frames} frames per sample"
+            )
+            raise DataError(msg)
+        targets, files = _targets(table, batches, frames[table.key])
+        jobs += _cut(table, targets, files, gap.get(table.key, 1), limit)
     jobs.sort(key=lambda job: (job.first, job.path, int(job.targets[0, 0])))
     return jobs
 
 
-def _split(table: Targets, gap: int, limit: int) -> list[Targets]:
-    """Cut a sorted table where neighbours are far apart, and pieces over the limit at their widest gap."""
-    cuts = np.flatnonzero(np.diff(table[:, 0]) >= gap) + 1
-    pieces = []
-    for piece in np.split(table, cuts):
-        rest = piece
-        while len(rest) > limit:
+def frame_tables(
+    dataset: VideoDataset, rows: Integers, frames: Mapping[str, int]
+) -> Sequence[FrameTableLike]:
+    """Return the frames of samples, one table per camera; ``frames`` is the number per sample of each."""
+    if callable(getattr(dataset, "frame_tables", None)):
+        return cast("FrameTables", dataset).frame_tables(rows)
+    return _listed_tables(dataset, rows, frames)
+
+
+def _listed_tables(
+    dataset: VideoDataset, rows: Integers, frames: Mapping[str, int]
+) -> Sequence[FrameTableLike]:
+    """Ask a data set sample by sample."""
+    paths: dict[str, int] = {}
+    files = {key: np.full((len(rows), count), -1, dtype=np.int64) for key, count in frames.items()}
+    indices = {key: np.zeros((len(rows), count), dtype=np.int64) for key, count in frames.items()}
+    for number, row in enumerate(rows.tolist()):
+        for request in dataset.frame_requests(row):
+            if not 0 <= request.slot < frames.get(request.key, 0):
+                msg = (
+                    f"frame_requests lists frame {request.slot} of {request.key!r}; image_layout has "
+                    f"{dict(frames)} frames per sample"
+                )
+                raise DataError(msg, row=row)
+            files[request.key][number, request.slot] = paths.setdefault(request.path, len(paths))
+            indices[request.key][number, request.slot] = request.index
+    for key, table in files.items():
+        if len(missing := np.argwhere(table < 0)):
+            number, slot = missing[0].tolist()
+            msg = f"frame_requests lists no frame {slot} of {key!r}, which image_layout has"
+            raise DataError(msg, row=int(rows[number]))
+    names = list(paths)
+    return [FrameTable(key=key, paths=names, files=files[key], indices=indices[key]) for key in frames]
+
+
+def _targets(
+    table: FrameTableLike, batches: Sequence[PlannedBatch], frames: int
+) -> tuple[Integers, Integers]:
+    """Return the (n, 5) targets of all batches and the (n,) files they lie in, sorted by file and index."""
+    sizes = [len(batch.indices) for batch in batches]
+    places = [_place(batch, table.key) for batch in batches]
+
+    def spread(values: Sequence[int]) -> Integers:
+        """Repeat one value per batch for each of its frames."""
+        return np.repeat(np.asarray(values, dtype=np.int64), np.asarray(sizes) * frames)
+
+    starts = np.cumsum([0, *sizes[:-1]]) * frames
+    number = np.arange(sum(sizes) * frames, dtype=np.int64) - spread(starts.tolist())
+    item = spread([first for first, _ in places]) + number
+    offset = spread([block.offset for _, block in places]) + number * places[0][1].frame_bytes
+    slot = spread([batch.slot for batch in batches])
+    sequence = spread([batch.sequence for batch in batches])
+    index, files = table.indices.reshape(-1), table.files.reshape(-1)
+    targets = np.stack((index, slot, sequence, item, offset), axis=1)
+    order = np.lexsort((item, sequence, index, files))
+    return targets[order], files[order]
+
+
+def _place(batch: PlannedBatch, key: str) -> tuple[int, Block]:
+    """Return the number of a camera's first picture in a batch, and its block."""
+    blocks = batch.layout.blocks
+    position = [block.key for block in blocks].index(key)
+    return sum(block.frames for block in blocks[:position]) * batch.layout.samples, blocks[position]
+
+
+def _cut(table: FrameTableLike, targets: Integers, files: Integers, gap: int, limit: int) -> list[FrameJob]:
+    """Cut sorted targets into jobs: at another file, where neighbours are far apart, and at the limit."""
+    apart = (np.diff(targets[:, 0]) >= gap) | (np.diff(files) != 0)
+    edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(targets)]
+    if np.diff(edges).max() > limit:
+        edges = _within(targets[:, 0], edges, limit)
+    starts = edges[:-1]
+    first = np.minimum.reduceat(targets[:, 2], starts).tolist()
+    last = np.maximum.reduceat(targets[:, 2], starts).tolist()
+    paths = [table.paths[file] for file in files[starts].tolist()]
+    return [
+        FrameJob(key=table.key, path=path, targets=targets[a:b], first=low, last=high)
+        for path, a, b, low, high in zip(paths, starts, edges[1:], first, last, strict=True)
+    ]
+
+
+def _within(indices: Integers, edges: Sequence[int], limit: int) -> list[int]:
+    """Add edges so that no piece is longer than the limit: at the widest gap of the piece's second half."""
+    result = [edges[0]]
+    for stop in edges[1:]:
+        while stop - result[-1] > limit:
+            start = result[-1]
             # Prefer a border between groups of pictures near the limit; equal indices stay together where
             # possible.
-            steps = np.diff(rest[limit // 2 : limit + 1, 0])
-            cut = limit // 2 + 1 + int(np.flatnonzero(steps == steps.max())[-1])
-            pieces.append(rest[:cut])
-            rest = rest[cut:]
-        pieces.append(rest)
-    return pieces
+            steps = np.diff(indices[start + limit // 2 : start + limit + 1])
+            result.append(start + limit // 2 + 1 + int(np.flatnonzero(steps == steps.max())[-1]))
+        result.append(stop)
+    return result

@@ -153,6 +153,7 @@ class ReadAhead(threading.Thread):
     ) -> None:
         super().__init__(name="loongforge-data-l0", daemon=True)
         self._ring = ring
+        self._board = ring.board()
         self._mode = mode
         self._count = count
         self._most = most_jobs
@@ -163,11 +164,11 @@ class ReadAhead(threading.Thread):
         """Work until the ring stops."""
         while not self._ring.stopped():
             if not self.step():
-                self._ring.wait_work(_IDLE_SECONDS)
+                self._board.wait_work(_IDLE_SECONDS)
 
     def step(self) -> int:
         """Ask for the bytes of jobs not seen before; returns how many jobs that were."""
-        found = self._ring.peek(self._next, self._most)
+        found = self._board.peek(self._next, self._most)
         wanted: dict[str, set[int]] = {}
         for serial, payload in found:
             self._next = max(self._next, serial + 1)

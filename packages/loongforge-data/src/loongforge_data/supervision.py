@@ -65,6 +65,7 @@ class Supervisor:
 
     def __init__(self, ring: Ring, crew: Crew, timeout: float, counters: LoaderCounters) -> None:
         self._ring = ring
+        self._board = ring.board()
         self._crew = crew
         self._timeout = timeout
         self._counters = counters
@@ -78,7 +79,7 @@ class Supervisor:
     @property
     def waiting(self) -> int:
         """Jobs that are not finished, on the board or before it."""
-        return self._ring.outstanding() + len(self._backlog)
+        return self._board.outstanding() + len(self._backlog)
 
     def add(self, jobs: Iterable[QueuedJob]) -> None:
         """Queue jobs behind those that are there."""
@@ -89,7 +90,7 @@ class Supervisor:
         published = False
         while self._backlog:
             queued = self._backlog[0]
-            serial = self._ring.push(encode(queued.job), queued.waits_for)
+            serial = self._board.push(encode(queued.job), queued.waits_for)
             if serial is None:
                 break
             self._backlog.popleft()
@@ -97,7 +98,7 @@ class Supervisor:
             self._serials.setdefault(queued.last, []).append(serial)
             published = True
         if published:
-            self._ring.wake_workers()
+            self._board.wake_workers()
 
     def forget(self, sequence: int) -> None:
         """Drop the records of a delivered batch."""
@@ -113,9 +114,9 @@ class Supervisor:
         """Forget everything: unclaimed jobs leave the board, claimed ones are waited for."""
         self._backlog.clear()
         deadline = time.monotonic() + self._timeout
-        while self._ring.clear_queued():
+        while self._board.clear_queued():
             if time.monotonic() > deadline or self._crew.dead():
-                for _, worker, _ in self._ring.claimed():
+                for _, worker, _ in self._board.claimed():
                     self._replace(worker, ())
             progress = self._ring.wait_progress(0xFFFFFFFF, 0.0)
             self._ring.wait_progress(progress, 0.02)
@@ -124,7 +125,7 @@ class Supervisor:
 
     def collect(self) -> None:
         """Take ended jobs off the board; mark the items that failed ones could not make."""
-        for _, raw in self._ring.collect():
+        for _, raw in self._board.collect():
             for failure in decode_failures(raw):
                 for item in failure.items:
                     self._failures[item] = failure.message
@@ -140,7 +141,7 @@ class Supervisor:
         self._checked = now
         for worker in self._crew.dead():
             self._replace(worker, slots)
-        for _, worker, age in self._ring.claimed():
+        for _, worker, age in self._board.claimed():
             if age > self._timeout:
                 self._replace(worker, slots, hung=True)
 
@@ -155,11 +156,11 @@ class Supervisor:
         if not self._crew.kill(worker):
             msg = f"worker {worker} (process {self._crew.pids[worker]}) cannot be killed"
             raise WorkerError(msg)
-        held = [serial for serial, owner, _ in self._ring.claimed() if owner == worker]
+        held = [serial for serial, owner, _ in self._board.claimed() if owner == worker]
         pid = self._crew.remove(worker)
         for serial in held:
             self._blame(serial, hung=hung, worker=worker, pid=pid)
-        self._counters.requeued_jobs += self._ring.requeue(worker)
+        self._counters.requeued_jobs += self._board.requeue(worker)
         self._counters.restarts += 1
         self._crew.start(worker)
         for slot in slots:

@@ -3,7 +3,7 @@
 use crate::protocol::{JobState, SlotHead};
 use crate::sync::{AtomicU32, AtomicU64};
 
-pub(super) const MAGIC: u64 = 0x4c46_5249_4e47_0001;
+pub(super) const MAGIC: u64 = 0x4c46_5249_4e47_0002;
 
 pub(super) const PAGE: usize = 4096;
 

@@ -58,9 +58,7 @@ impl Ring {
         if items > s.marks.len() {
             return Err(argument("items", items, format!("up to {}", s.marks.len())));
         }
-        if bytes > 0 {
-            self.map.reserve(self.plan.data + slot * size, bytes)?;
-        }
+        self.take_memory(slot, &s, bytes)?;
         s.head.began.store(futex::now(), Ordering::Relaxed);
         if s.begin(sequence, items) {
             Ok(())
@@ -71,16 +69,39 @@ impl Ring {
 
     /// Takes memory for the first `bytes` of a slot, for a writer that learns the size late.
     pub fn reserve(&self, slot: usize, bytes: usize) -> Result<()> {
-        let _ = self.slot(slot)?;
+        let s = self.slot(slot)?;
         let size = self.shape.slot_bytes as usize;
         if bytes > size {
             return Err(argument("bytes", bytes, format!("up to the slot's {size}")));
         }
-        if bytes == 0 {
-            Ok(())
-        } else {
-            self.map.reserve(self.plan.data + slot * size, bytes)
+        self.take_memory(slot, &s, bytes)
+    }
+
+    /// Takes memory once: a slot keeps its pages from batch to batch, and asking again costs a walk over all of them.
+    fn take_memory(&self, slot: usize, s: &Slot<'_>, bytes: usize) -> Result<()> {
+        if bytes as u64 <= s.head.reserved.load(Ordering::Acquire) {
+            return Ok(());
         }
+        let size = self.shape.slot_bytes as usize;
+        self.map.reserve(self.plan.data + slot * size, bytes)?;
+        s.head.reserved.fetch_max(bytes as u64, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Bytes of a slot for which memory was taken.
+    pub fn reserved(&self, slot: usize) -> Result<u64> {
+        Ok(self.slot(slot)?.head.reserved.load(Ordering::Acquire))
+    }
+
+    /// State of every slot, as numbers of [`SlotState`].
+    #[must_use]
+    pub fn states(&self) -> Vec<u8> {
+        (0..self.shape.slots as usize)
+            .map(|slot| {
+                self.slot(slot)
+                    .map_or(SlotState::Free as u8, |s| s.state() as u8)
+            })
+            .collect()
     }
 
     /// Gives a free slot's memory back to the system.
@@ -90,6 +111,7 @@ impl Ring {
             return Err(wrong_state(slot, &s, "free", "shrink"));
         }
         let size = self.shape.slot_bytes as usize;
+        s.head.reserved.store(0, Ordering::Release);
         self.map.give_back(self.plan.data + slot * size, size)
     }
 

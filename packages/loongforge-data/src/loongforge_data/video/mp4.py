@@ -29,20 +29,22 @@ class SampleTable:
         dts: (packets,) int64, decode times, edit list applied.
         key: (packets,) bool.
         timescale: Units per second.
+        coding: Four-character code of the sample description, e.g. b"avc1".
     """
 
     pts: NDArray[np.int64]
     dts: NDArray[np.int64]
     key: NDArray[np.bool_]
     timescale: int
+    coding: bytes
 
 
-def read_samples(path: str, track_id: int) -> SampleTable | None:
+def read_samples(path: str, track_id: int | None) -> SampleTable | None:
     """Return the sample table of a video track, or None when the file is not plain enough.
 
     Args:
         path: The file.
-        track_id: Number of the track in the file.
+        track_id: Number of the track in the file; None takes the only video track.
 
     Complexity: O(samples), reads the index of the file only.
     """
@@ -111,13 +113,14 @@ def _only(found: dict[bytes, list[bytes]], kind: bytes) -> bytes:
     return boxes[0]
 
 
-def _from_moov(moov: bytes, size: int, track_id: int) -> SampleTable | None:
+def _from_moov(moov: bytes, size: int, track_id: int | None) -> SampleTable | None:
     movie = _children(moov)
     if b"mvex" in movie or b"cmov" in movie:
         return None
     movie_scale = _timescale(_only(movie, b"mvhd"))
-    tracks = [track for track in map(_children, movie.get(b"trak", [])) if _number(track) == track_id]
-    if len(tracks) != 1 or _handler(tracks[0]) != b"vide":
+    every = [_children(track) for track in movie.get(b"trak", [])]
+    tracks = [t for t in every if _handler(t) == b"vide" and track_id in (None, _number(t))]
+    if len(tracks) != 1:
         return None
     track = tracks[0]
     media = _children(_only(track, b"mdia"))
@@ -125,7 +128,8 @@ def _from_moov(moov: bytes, size: int, track_id: int) -> SampleTable | None:
     table = _children(_only(_children(_only(media, b"minf")), b"stbl"))
     if any(box[4:8] in _KEY_GROUPS for box in table.get(b"sbgp", [])) or b"stdp" in table:
         return None
-    if struct.unpack_from(">I", _only(table, b"stsd"), 4)[0] != 1:
+    described = _only(table, b"stsd")
+    if struct.unpack_from(">I", described, 4)[0] != 1:
         return None
     durations = _runs(_only(table, b"stts"), ">u4", size)
     count = len(durations)
@@ -144,7 +148,7 @@ def _from_moov(moov: bytes, size: int, track_id: int) -> SampleTable | None:
         key[:] = False
         numbers = np.frombuffer(_only(table, b"stss")[8:], ">u4").astype(np.int64) - 1
         key[numbers] = True
-    return SampleTable(pts=pts - shift, dts=dts - shift, key=key, timescale=scale)
+    return SampleTable(pts=pts - shift, dts=dts - shift, key=key, timescale=scale, coding=described[12:16])
 
 
 def _handler(track: dict[bytes, list[bytes]]) -> bytes:

@@ -20,14 +20,8 @@ from loongforge_data.assembly import (
 from loongforge_data.cache import CacheConfig, FrameCache
 from loongforge_data.collate import collate_arrays
 from loongforge_data.frames import FrameReader
-from loongforge_data.planning import (
-    HEADER_BYTES,
-    TARGET_FIELDS,
-    BatchLayout,
-    ImageLayoutLike,
-    VideoDataset,
-    batch_layout,
-)
+from loongforge_data.layout import HEADER_BYTES, BatchLayout, ImageLayoutLike, batch_layout
+from loongforge_data.planning import TARGET_FIELDS, VideoDataset
 from loongforge_data.prefetch import Mode, ReadAhead
 from loongforge_data.telemetry import COUNTERS
 from loongforge_data.transport import align, pack, unpack
@@ -91,6 +85,7 @@ class Worker:
 
     def __init__(self, ring: Ring, number: int, spec: WorkerSpec, alive: Callable[[], bool]) -> None:
         self._ring = ring
+        self._board = ring.board()
         self._number = number
         self._spec = spec
         self._alive = alive
@@ -102,7 +97,7 @@ class Worker:
         """Do jobs until the ring stops or the owner is gone."""
         while not self._ring.stopped() and self._alive():
             since = time.perf_counter_ns()
-            claim = self._ring.claim(self._number, POLL_SECONDS)
+            claim = self._board.claim(self._number, POLL_SECONDS)
             self._count("idle_ns", time.perf_counter_ns() - since)
             if claim is None:
                 continue
@@ -111,7 +106,7 @@ class Worker:
             failures = self._do(decode(payload))
             self._count("busy_ns", time.perf_counter_ns() - since)
             self._count("jobs", 1)
-            self._ring.finish(self._number, entry, encode_failures(failures) if failures else None)
+            self._board.finish(self._number, entry, encode_failures(failures) if failures else None)
         if self._reader is not None:
             self._reader.close()
 
