@@ -59,6 +59,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def restore_forward(module: nn.Module, before: object) -> None:
+    """Put back the instance's own ``forward`` of before, or the class's where it had none."""
+    if before is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = before
+
+
 def draw(model: nn.Module, batch: Batch, generator: torch.Generator | None = None) -> Batch:
     """Return ``batch`` with the model's random draws added; unchanged when the model has no ``draw``."""
     method = getattr(unwrap(model), "draw", None)

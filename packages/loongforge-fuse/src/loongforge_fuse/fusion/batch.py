@@ -125,6 +125,7 @@ def join_packed(
     joined = join(rest, pad_rules=pad_rules, shared_keys=shared_keys)
     result: dict[str, object] = dict(joined.batch)
     layouts: dict[str, tuple[int, ...]] = {}
+    packed: dict[str, list[str]] = {}
     for key, rule in pack_rules.items():
         rows: list[Tensor] = []
         lengths: list[int] = []
@@ -143,7 +144,8 @@ def join_packed(
         if len({(r.dtype, r.device, r.shape[1:]) for r in rows}) != 1:
             raise JoinError(RefusalReason.SHAPES_DIFFER, f"'{key}' comes in different row shapes or dtypes")
         result[key] = torch.cat(rows)
-        result[rule.layout] = PackedLayout.of(lengths, rows[0].device)
+        packed.setdefault(rule.layout, []).append(key)
+        result[rule.layout] = PackedLayout.of(lengths, rows[0].device, keys=packed[rule.layout])
     return JoinedBatch(batch=result, sizes=joined.sizes, padded_share=joined.padded_share, layout="pack")
 
 

@@ -11,7 +11,7 @@ from loongforge_fuse.protocol import unwrap
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - the only common base of the family
 _CAPACITY_NAMES = ("capacity_factor", "moe_capacity_factor", "expert_capacity", "train_capacity_factor")
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def inspect_model(model: nn.Module, *, hooks: str = "refuse") -> Refusal | None:
             if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
                 detail = f"{where} has {attribute}={value}: which tokens are dropped depends on the batch"
                 return Refusal(reason=RefusalReason.MOE_CAPACITY, detail=detail)
-        if hooks == "refuse" and any(getattr(module, table, None) for table in _HOOK_TABLES):
+        if hooks == "refuse" and any(getattr(module, table, None) for table in HOOK_TABLES):
             detail = f"{where} has module hooks; set hooks='allow' if they may see fewer, larger calls"
             return Refusal(reason=RefusalReason.HOOKS, detail=detail)
     return None

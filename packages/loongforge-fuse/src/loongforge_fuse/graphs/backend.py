@@ -47,6 +47,14 @@ class Backend(Protocol):
         """
         ...
 
+    def held(self) -> int | None:
+        """Return the device memory that all recordings share, bytes; None where they share nothing."""
+        ...
+
+    def renew(self) -> None:
+        """Let the next recordings share new memory, so that the old goes back with its last recording."""
+        ...
+
     def release(self) -> None:
         """Give up what recordings share."""
         ...
@@ -112,6 +120,25 @@ class CudaBackend:
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             torch.zeros(1, device=self._device)
         torch.cuda.synchronize(self._device)
+
+    def held(self) -> int | None:
+        """Return what the pool has reserved, whichever graph uses it."""
+        try:
+            segments = torch.cuda.memory_snapshot(  # type: ignore[no-untyped-call]
+                self._pool, include_traces=False
+            )
+        except (RuntimeError, TypeError):
+            return None
+        return sum(
+            int(segment["total_size"])
+            for segment in segments
+            if tuple(segment.get("segment_pool_id", self._pool)) == tuple(self._pool)
+        )
+
+    def renew(self) -> None:
+        """Take another pool; the old one goes back to the device with its last graph."""
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
 
     def release(self) -> None:
         """Forget the pool; its memory goes back when the last graph is gone."""
@@ -223,6 +250,13 @@ class EmulatedBackend:
                 parameter.grad = gradient
                 if gradient is not None and values is not None:
                     gradient.copy_(values)
+
+    def held(self) -> int | None:
+        """Recordings share nothing."""
+        return None
+
+    def renew(self) -> None:
+        """Nothing is shared."""
 
     def release(self) -> None:
         """Nothing is shared."""

@@ -29,6 +29,10 @@ class GraphConfig:
         max_norm: Clip the gradients' global norm inside the graph; needs an optimizer. Default None.
         compile: Compile the repeated blocks of the model (``torch.compile``, region by region) before
             capture. Default False.
+        packed_rows: Packed batches are filled up to a multiple of this many rows, so that windows of about
+            the same number of tokens share a graph. 0: packed passes run eagerly. Default 256.
+        hooks: ``"refuse"``: a model with module hooks runs eagerly, since a replay runs no Python code.
+            ``"allow"``: hooks may run at capture only. Default ``"refuse"``.
         buckets: Sizes to which varying dimensions are padded before a graph is looked up. Default none.
     """
 
@@ -41,12 +45,15 @@ class GraphConfig:
     check_finite: Literal["loss", "gradients", "off"] = "loss"
     max_norm: float | None = None
     compile: bool = False
+    packed_rows: int = 256
+    hooks: Literal["refuse", "allow"] = "refuse"
     buckets: BucketPlan | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
             ("mode", self.mode, {"auto", "emulated", "off"}),
             ("gradients", self.gradients, {"accumulate", "overwrite"}),
+            ("hooks", self.hooks, {"refuse", "allow"}),
             ("check_finite", self.check_finite, {"loss", "gradients", "off"}),
         ):
             if value not in allowed:
@@ -57,6 +64,11 @@ class GraphConfig:
             raise ValueError(message)
         if self.max_graphs < 1:
             message = f"max_graphs is {self.max_graphs}; use at least 1, or mode='off'"
+            raise ValueError(message)
+        if self.packed_rows < 0:
+            message = (
+                f"packed_rows is {self.packed_rows}; give a positive number of rows, or 0 for eager passes"
+            )
             raise ValueError(message)
         if self.memory_cap_gb is not None and self.memory_cap_gb <= 0:
             message = f"memory_cap_gb is {self.memory_cap_gb}; it must be positive, or None for no bound"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,10 +20,10 @@ Gradients = list[tuple[nn.Parameter, Tensor | None]]
 
 
 class LiveParameters:
-    """Trainable parameters, and which of them receive gradients.
+    """Trainable parameters, and which of them receive gradients in passes of a shape.
 
     Giving a zero gradient to a parameter that the loss never reaches would let the optimizer decay it, so
-    only parameters that were seen to receive one get a static gradient.
+    only parameters that were seen to receive one in a shape get a static gradient there.
 
     Args:
         model: The model.
@@ -30,48 +31,74 @@ class LiveParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._live: set[int] = set()
+        self._live: dict[Hashable, frozenset[int]] = {}
+        # Shapes mostly agree: equal sets are kept once.
+        self._sets: dict[frozenset[int], frozenset[int]] = {}
         self._static: dict[int, Tensor] = {}
 
     def all_trainable(self) -> list[nn.Parameter]:
         """Return the trainable parameters in registration order."""
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def live(self) -> list[nn.Parameter]:
-        """Return those that received a gradient in a watched pass."""
-        return [p for p in self.all_trainable() if id(p) in self._live]
+    def live(self, key: Hashable) -> list[nn.Parameter]:
+        """Return those that received a gradient in a watched pass of a shape."""
+        seen = self._live.get(key, frozenset())
+        return [p for p in self.all_trainable() if id(p) in seen]
 
-    def static_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return each live parameter with the gradient tensor that all adding recordings share.
+    def static_gradients(
+        self, key: Hashable, taken: frozenset[int] = frozenset()
+    ) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return each live parameter of a shape with the gradient tensor that all adding recordings share.
 
-        That is ``p.grad`` where there is one (a communication buffer's view, for example), else the tensor
-        used before, else a new one.
+        That is the tensor used before; or ``p.grad`` where there is one, always when it is part of a larger
+        buffer (of a communication library, for example); else a new one.
+
+        Args:
+            key: The shape.
+            taken: Ids of gradient tensors that an overwriting recording owns: later recordings may use their
+                memory for something else.
         """
         result = []
-        for parameter in self.live():
-            gradient = parameter.grad if parameter.grad is not None else self._static.get(id(parameter))
-            if gradient is None:
+        for parameter in self.live(key):
+            present, gradient = parameter.grad, self._static.get(id(parameter))
+            if present is not None and (gradient is None or is_part(present)) and id(present) not in taken:
+                gradient = present
+            if gradient is None or not _alike(gradient, parameter):
                 gradient = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             self._static[id(parameter)] = gradient
             result.append((parameter, gradient))
         return result
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note which parameters receive a gradient inside the context."""
+    def watched(self, key: Hashable) -> Iterator[None]:
+        """Note which parameters receive a gradient in a pass of a shape."""
+        known = self._live.get(key, frozenset())
+        found = set(known)
+
+        def note(parameter: Tensor) -> None:
+            found.add(id(parameter))
+
         handles = [
-            p.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             for p in self.all_trainable()
-            if id(p) not in self._live
+            if id(p) not in known
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            now = frozenset(found)
+            self._live[key] = self._sets.setdefault(now, now)
 
-    def _note(self, parameter: Tensor) -> None:
-        self._live.add(id(parameter))
+    def forget(self) -> None:
+        """Forget which parameters receive gradients, after a change of what trains."""
+        self._live.clear()
+        self._sets.clear()
+
+    def forget_tensors(self) -> None:
+        """Forget the shared gradient tensors: the next capture takes what is in ``p.grad``."""
+        self._static.clear()
 
     def gradients(self) -> Gradients:
         """Return each trainable parameter with its present gradient."""
@@ -84,6 +111,15 @@ class LiveParameters:
             parameter.grad = gradient
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Whether a tensor is a view into a larger buffer."""
+    return tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
 @dataclass(kw_only=True)
 class GraphEntry:
     """A recording with everything that must stay alive and in place for its replays."""
@@ -92,10 +128,12 @@ class GraphEntry:
     weighting: Weighting
     buffers: Mapping[tuple[str | int, ...], Tensor]
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-    bytes: int = 0
+    input_bytes: int = 0
     stepped: bool = False
     overwrites: bool = False
     keep: object = None
+    replays: int = 0
+    adopted: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     pointers: PointerSnapshot = field(init=False)
     hyper: tuple[object, ...] = field(init=False)
     recording: Recorded = field(init=False)
@@ -128,22 +166,50 @@ class GraphEntry:
         if self.weighting.weights is not None and weighting.weights is not None:
             self.weighting.weights.copy_(weighting.weights, non_blocking=True)
 
-    def attach(self, *, zero: bool) -> None:
-        """Make ``p.grad`` the recording's gradients; a gradient that was dropped starts from zero."""
+    def attach(self, *, zero: bool) -> int:
+        """Make ``p.grad`` the recording's gradients; return how many values were adopted from other tensors.
+
+        Args:
+            zero: What is in ``p.grad`` counts: a dropped gradient starts from zero, and one that an eager
+                pass left in another tensor is copied over.
+        """
         missing: list[Tensor] = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for parameter, gradient in self.gradients:
-            if parameter.grad is not gradient:
-                if zero and parameter.grad is None:
-                    missing.append(gradient)
-                parameter.grad = gradient
-        if missing:
-            torch._foreach_zero_(missing)
+            present = parameter.grad
+            if present is gradient:
+                continue
+            if zero and present is None:
+                missing.append(gradient)
+            elif zero and present is not None:
+                sources.append(present)
+                targets.append(gradient)
+                self.adopted[id(parameter)] = weakref.ref(present)
+            parameter.grad = gradient
+        with torch.no_grad():
+            if missing:
+                torch._foreach_zero_(missing)
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        return len(targets)
 
     def gradients_moved(self) -> str | None:
-        """Whether somebody put other tensors into ``p.grad``, which an adding recording never reaches."""
+        """Whether somebody keeps other tensors in ``p.grad``, which an adding recording never reaches.
+
+        A part of a larger buffer is somebody's, and so is a tensor that comes back after it was replaced.
+        """
         if self.overwrites:
             return None
-        return "gradients" if any(p.grad is not None and p.grad is not g for p, g in self.gradients) else None
+        for parameter, gradient in self.gradients:
+            present = parameter.grad
+            if present is None or present is gradient:
+                continue
+            known = self.adopted.get(id(parameter))
+            back = known is not None and known() is present
+            if is_part(present) or back or not _alike(present, gradient):
+                return "gradients"
+        return None
 
     def finish(self, recording: Recorded, pointers: PointerSnapshot, hyper: tuple[object, ...]) -> None:
         """Take over what the capture made."""
@@ -151,7 +217,7 @@ class GraphEntry:
         self.pointers = pointers
         self.hyper = hyper
         inputs: Sequence[Tensor] = list(self.buffers.values())
-        self.bytes = recording.bytes + sum(t.numel() * t.element_size() for t in inputs)
+        self.input_bytes = sum(t.numel() * t.element_size() for t in inputs)
 
     def release(self) -> None:
         """Give up the recording."""

@@ -22,10 +22,14 @@ from loongforge_fuse.graphs.optimizer import OptimizerInGraph
 from loongforge_fuse.protocol import Batch
 
 
-def autocast_state(device_type: str) -> tuple[Hashable, ...]:
-    """Return what autocast would do now on this kind of device."""
+def numeric_modes(device_type: str) -> tuple[Hashable, ...]:
+    """Return the process-wide settings that choose other kernels: autocast, matmul precision, determinism."""
     enabled = torch.is_autocast_enabled(device_type)
-    return (enabled, torch.get_autocast_dtype(device_type) if enabled else None)
+    return (
+        torch.get_autocast_dtype(device_type) if enabled else None,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 class StepPass:

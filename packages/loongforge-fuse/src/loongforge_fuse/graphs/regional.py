@@ -9,6 +9,8 @@ import torch
 from torch import _dynamo as dynamo
 from torch import nn
 
+from loongforge_fuse.protocol import restore_forward
+
 RECOMPILE_LIMIT = 64
 """Variants of one block: masks or none, modes, shapes. Beyond it torch falls back to eager without a word."""
 
@@ -50,14 +52,18 @@ def compile_regions(model: nn.Module, *, min_repeats: int = 2, mode: str | None 
                 chosen[f"{name}.{index}"] = child
     limit = dynamo.config.recompile_limit
     dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)
-    codes = {type(module).forward.__code__ for module in chosen.values()}
+    plain = {name: module.__dict__.get("forward") for name, module in chosen.items()}
+    codes = set()
     for module in chosen.values():
+        code = getattr(module.forward, "__code__", None)
+        if code is not None:
+            codes.add(code)
         # An instance attribute: code objects of different classes then keep separate caches.
         module.forward = torch.compile(module.forward, dynamic=False, mode=mode)
 
     def undo() -> None:
-        for module in chosen.values():
-            module.__dict__.pop("forward", None)
+        for name, module in chosen.items():
+            restore_forward(module, plain[name])
         for code in codes:
             # Compiled code of a dropped region still counts towards the limit of its code object.
             dynamo.eval_frame.reset_code(code)

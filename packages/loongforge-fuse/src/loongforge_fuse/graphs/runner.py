@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Hashable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from loongforge_fuse.fusion.execute import Backward, NoSampleLossesError, StepResult, Weighting
+from loongforge_fuse.fusion.packing import PackedLayout, fill_packed
 from loongforge_fuse.graphs.backend import (
     Backend,
     Chain,
@@ -21,40 +22,15 @@ from loongforge_fuse.graphs.backend import (
 from loongforge_fuse.graphs.config import GraphConfig
 from loongforge_fuse.graphs.entry import GraphEntry, LiveParameters
 from loongforge_fuse.graphs.key import BatchSignature, describe
-from loongforge_fuse.graphs.passes import StepPass, autocast_state
+from loongforge_fuse.graphs.ledger import GraphStats, PassCounters, ShapeLedger, describe_key
+from loongforge_fuse.graphs.passes import StepPass, numeric_modes
 from loongforge_fuse.graphs.pointers import ModelPointers
 from loongforge_fuse.graphs.reasons import GraphReason
 from loongforge_fuse.graphs.regional import CompiledRegions, compile_regions
 from loongforge_fuse.protocol import Batch, batch_size
 
-
-@dataclass(frozen=True, kw_only=True)
-class GraphStats:
-    """Counters of a runner since it was made.
-
-    Attributes:
-        replays: Passes that were one replay.
-        captures: Recordings made.
-        recaptures: Recordings made again for a shape that had one.
-        evictions: Recordings given up to make room.
-        graphs: Recordings held now.
-        graph_bytes: Device memory they hold together.
-        eager: Eager passes by reason code.
-        moved: What moved when a recording was given up as stale, with counts.
-        failures: Shape description -> why its capture failed.
-        padded: Batches that a bucket plan enlarged.
-    """
-
-    replays: int
-    captures: int
-    recaptures: int
-    evictions: int
-    graphs: int
-    graph_bytes: int
-    eager: Mapping[str, int]
-    moved: Mapping[str, int]
-    failures: Mapping[str, str]
-    padded: int
+_NEEDS_WARM_UP = frozenset({"requires_grad", "modules"})
+"""Changes after which other parameters may receive gradients: an eager pass must be watched again."""
 
 
 class GraphRunner:
@@ -94,7 +70,6 @@ class GraphRunner:
         if scaler is not None and optimizer is not None:
             message = "a GradScaler decides on the host whether to step; pass either scaler= or optimizer="
             raise ValueError(message)
-        self._optimizer = optimizer
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._pass = StepPass(model, self.config, optimizer=optimizer, scaler=scaler, device=self._device)
         self._pointers = ModelPointers(model)
@@ -102,12 +77,9 @@ class GraphRunner:
         self._backend, self._unavailable = self._choose_backend(backend)
         self._regions: CompiledRegions | None = compile_regions(model) if self.config.compile else None
         self._entries: OrderedDict[tuple[Hashable, ...], GraphEntry] = OrderedDict()
-        self._seen: Counter[tuple[Hashable, ...]] = Counter()
-        self._failed: dict[tuple[Hashable, ...], str] = {}
-        self._captured_before: set[tuple[Hashable, ...]] = set()
-        self._eager: Counter[str] = Counter()
-        self._moved: Counter[str] = Counter()
-        self._replays = self._captures = self._recaptures = self._evictions = self._padded = 0
+        self._ledger = ShapeLedger(self.config.warmup_steps)
+        self._count = PassCounters()
+        self._held = 0
 
     def _choose_backend(self, backend: Backend | None) -> tuple[Backend | None, GraphReason | None]:
         if self.config.mode == "off":
@@ -128,8 +100,11 @@ class GraphRunner:
             weights: ``(B,)`` or ``(1,)`` factors on the per-sample loss sums. Default: one over the batch's
                 valid elements.
         """
-        kind = "own_count" if weights is None else "given"
-        weighting = Weighting(kind=kind, sizes=(batch_size(batch),), weights=weights)  # type: ignore[arg-type]
+        sizes = (batch_size(batch),)
+        if weights is None:
+            weighting = Weighting(kind="own_count", sizes=sizes)
+        else:
+            weighting = Weighting(kind="given", sizes=sizes, weights=weights)
         return self.execute(batch, weighting, backward=None, first=True, last=True)
 
     def execute(
@@ -144,46 +119,54 @@ class GraphRunner:
             first: First pass of the window (gradients are fresh).
             last: Last pass of the window (the optimizer follows, when the runner has it).
         """
-        if self.config.buckets is not None:
-            padded = self.config.buckets.apply(batch)
-            self._padded += any(padded[k] is not batch[k] for k in padded)
-            batch = padded
-        if backward is not None:
-            return self._run_eagerly(
-                batch, weighting, GraphReason.CUSTOM_BACKWARD, backward, first=first, last=last
-            )
-        blocked = self._unavailable or (None if torch.is_grad_enabled() else GraphReason.WITHOUT_GRADIENTS)
+        batch = self._in_bucket(batch)
+        blocked = self._blocked(batch, backward)
         if blocked is not None:
-            return self._run_eagerly(batch, weighting, blocked, None, first=first, last=last)
+            return self._run_eagerly(batch, weighting, blocked, backward, first=first, last=last)
+        if any(isinstance(value, PackedLayout) for value in batch.values()):
+            batch = fill_packed(batch, self.config.packed_rows)
         signature = describe(batch)
         key = self._key(signature, weighting, first=first, last=last)
         entry = self._entries.get(key)
         if entry is not None and not self._usable(key, entry):
             entry = None
         if entry is None:
-            why = self._why_eager(key)
+            why = self._ledger.why_eager(key)
             if why is None:
                 entry, why = self._record(key, signature, batch, weighting, first=first, last=last)
             if entry is None:
-                return self._run_eagerly(batch, weighting, why, None, first=first, last=last)
+                return self._run_eagerly(batch, weighting, why, None, first=first, last=last, key=key)
         self._entries.move_to_end(key)
         return self._replay(entry, signature, weighting, first=first)
+
+    def _in_bucket(self, batch: Batch) -> Batch:
+        """Pad a batch to the sizes of the bucket plan, where there is one."""
+        if self.config.buckets is None:
+            return batch
+        padded = self.config.buckets.apply(batch)
+        self._count.padded += any(padded[name] is not batch[name] for name in padded)
+        return padded
+
+    def _blocked(self, batch: Batch, backward: Backward | None) -> GraphReason | None:
+        """Return why this pass cannot be a replay whatever its shape, or None."""
+        if self._unavailable is not None and backward is None:
+            return self._unavailable
+        if backward is not None:
+            return GraphReason.CUSTOM_BACKWARD
+        if not torch.is_grad_enabled():
+            return GraphReason.WITHOUT_GRADIENTS
+        if self.config.hooks == "refuse" and self._pointers.hooked():
+            return GraphReason.HOOKS
+        if not self.config.packed_rows and any(isinstance(v, PackedLayout) for v in batch.values()):
+            return GraphReason.PACKED
+        return None
 
     def _key(
         self, signature: BatchSignature, weighting: Weighting, *, first: bool, last: bool
     ) -> tuple[Hashable, ...]:
         shape = None if weighting.weights is None else tuple(weighting.weights.shape)
         how = (weighting.kind, weighting.sizes, shape, weighting.factor, weighting.samples_only)
-        return (signature.key, how, first, last, autocast_state(self._device.type))
-
-    def _why_eager(self, key: tuple[Hashable, ...]) -> GraphReason | None:
-        """Return why this shape is not captured now."""
-        if key in self._failed:
-            return GraphReason.CAPTURE_FAILED
-        if key in self._captured_before:
-            return None
-        self._seen[key] += 1
-        return GraphReason.WARM_UP if self._seen[key] <= self.config.warmup_steps else None
+        return (signature.key, how, first, last, numeric_modes(self._device.type))
 
     def _usable(self, key: tuple[Hashable, ...], entry: GraphEntry) -> bool:
         """Whether a recording still computes with the model as it is; a stale one is given up."""
@@ -191,7 +174,13 @@ class GraphRunner:
         moved = moved or self._pass.hyper_changed(entry.hyper)
         if moved is None:
             return True
-        self._moved[moved] += 1
+        self._count.moved[moved] += 1
+        if moved == "gradients":
+            self._live.forget_tensors()
+        if moved in _NEEDS_WARM_UP:
+            self._live.forget()
+            self._pointers.walk(self.model)
+        self._ledger.stale(key, moved=moved, replays=entry.replays, warm_up=moved in _NEEDS_WARM_UP)
         self._drop(key)
         return False
 
@@ -204,16 +193,17 @@ class GraphRunner:
         *,
         first: bool,
         last: bool,
+        key: tuple[Hashable, ...] | None = None,
     ) -> StepResult:
-        """Run the very same pass without a graph."""
+        """Run the very same pass without a graph; with a key, note which parameters it reaches."""
         code = str(reason or GraphReason.CAPTURE_FAILED)
-        self._eager[code] += 1
+        self._count.eager[code] += 1
         work = self._pass.bind(batch, weighting, first=first, last=last, backward=backward)
         self._pass.refresh()
         if self._backend is None or backward is not None:
             outputs = work()
         else:
-            with self._live.watched():
+            with nullcontext() if key is None else self._live.watched(key):
                 outputs = self._backend.eager(work)
         return self._pass.result(
             outputs, weighting, graph=False, reason=code, stepped=self._pass.steps(last=last)
@@ -238,8 +228,36 @@ class GraphRunner:
         entry.overwrites = self._pass.overwrites(first=first, last=last)
         entry.stepped = self._pass.steps(last=last)
         if not entry.overwrites:
-            entry.gradients = self._live.static_gradients()
+            entry.gradients = self._live.static_gradients(key, self._owned_gradients())
         entry.fill(signature, weighting)
+        kept = self._live.gradients()
+        try:
+            entry.attach(zero=False)
+            recording = self._capture(backend, entry, first=first, last=last)
+        except NoSampleLossesError:
+            self._live.restore(kept)
+            raise
+        except Exception as error:
+            self._live.restore(kept)
+            self._ledger.failed(key, GraphReason.CAPTURE_FAILED, root_cause(error))
+            return None, GraphReason.CAPTURE_FAILED
+        if entry.overwrites:
+            entry.gradients = [(p, g) for p, g in self._live.gradients() if g is not None]
+        entry.keep = self._pass.keep()
+        entry.finish(recording, self._pointers.snapshot(), self._pass.hyper())
+        self._live.restore(kept)
+        self._count.captures += 1
+        self._count.recaptures += self._ledger.captured(key)
+        self._entries[key] = entry
+        self._held = self._measure()
+        return self._within_cap(key)
+
+    def _owned_gradients(self) -> frozenset[int]:
+        """Return the ids of gradient tensors that overwriting recordings own."""
+        return frozenset(id(g) for e in self._entries.values() if e.overwrites for _, g in e.gradients)
+
+    def _capture(self, backend: Backend, entry: GraphEntry, *, first: bool, last: bool) -> Recorded:
+        """Record the pass over an entry's static buffers."""
         # An optimizer that keeps a table of addresses cannot make it inside a capture for gradients that only
         # exist since that capture: forward and backward are recorded first, then the step on their gradients.
         apart = entry.overwrites and entry.stepped and self._pass.splits
@@ -249,33 +267,10 @@ class GraphRunner:
         rehearsal = self._pass.bind(
             entry.batch, entry.weighting, first=first, last=last, static=True, with_optimizer=False
         )
-        kept = self._live.gradients()
-        try:
-            self._pass.refresh()
-            entry.attach(zero=False)
-            recording = backend.capture(work, rehearsal)
-            if apart:
-                recording = self._record_step(backend, recording)
-        except NoSampleLossesError:
-            self._live.restore(kept)
-            raise
-        except Exception as error:
-            self._live.restore(kept)
-            self._failed[key] = root_cause(error)
-            return None, GraphReason.CAPTURE_FAILED
-        if entry.overwrites:
-            entry.gradients = [(p, g) for p, g in self._live.gradients() if g is not None]
-        entry.keep = self._pass.keep()
-        entry.finish(recording, self._pointers.snapshot(), self._pass.hyper())
-        self._live.restore(kept)
-        self._captures += 1
-        self._recaptures += key in self._captured_before
-        self._captured_before.add(key)
-        self._entries[key] = entry
-        return self._within_cap(key)
-
-    def _record_step(self, backend: Backend, recording: Recorded) -> Recorded:
-        """Record the optimizer's step behind a recorded pass."""
+        self._pass.refresh()
+        recording = backend.capture(work, rehearsal)
+        if not apart:
+            return recording
         self._pass.prime()
         step = self._pass.tail(recording.outputs)
         return Chain(recording, backend.capture(step, lambda: (recording.outputs[0][1].clone(),)))
@@ -285,13 +280,20 @@ class GraphRunner:
         cap = self.config.memory_cap_gb
         if cap is None:
             return self._entries[key], None
-        while self._held() > cap * 2**30 and len(self._entries) > 1:
+        alone = len(self._entries) == 1
+        while self._held > cap * 2**30 and len(self._entries) > 1:
             self._evict_oldest()
-        if self._held() <= cap * 2**30:
+        if self._held <= cap * 2**30:
             return self._entries[key], None
-        entry = self._entries[key]
-        self._failed[key] = f"needs {entry.bytes / 2**30:.2f} GiB, memory_cap_gb is {cap}"
+        if alone:
+            error = f"needs {self._held / 2**30:.2f} GiB, memory_cap_gb is {cap}"
+            self._ledger.failed(key, GraphReason.MEMORY_CAP, error)
+        else:
+            # A shared pool keeps what evicted recordings left behind until the last one is gone.
+            self._ledger.again(key)
         self._drop(key)
+        if self._backend is not None:
+            self._backend.renew()
         return None, GraphReason.MEMORY_CAP
 
     def _replay(
@@ -299,15 +301,21 @@ class GraphRunner:
     ) -> StepResult:
         entry.fill(signature, weighting)
         self._pass.refresh()
-        entry.attach(zero=not (first and self._pass.clears))
+        self._count.adopted += entry.attach(zero=not (first and self._pass.clears))
         entry.recording.replay()
-        self._replays += 1
+        entry.replays += 1
+        self._count.replays += 1
         # Static outputs live until the next replay only.
         outputs: Outputs = tuple(o.clone() for o in entry.recording.outputs)
         return self._pass.result(outputs, weighting, graph=True, reason=None, stepped=entry.stepped)
 
-    def _held(self) -> int:
-        return sum(entry.bytes for entry in self._entries.values())
+    def _measure(self) -> int:
+        """Return the device memory of all recordings together, by the backend where it can tell."""
+        entries = self._entries.values()
+        pool = None if self._backend is None else self._backend.held()
+        if pool is None:
+            pool = sum(entry.recording.bytes for entry in entries)
+        return pool + sum(entry.input_bytes for entry in entries)
 
     def _make_room(self, count: int) -> None:
         for _ in range(max(count, 0)):
@@ -315,16 +323,21 @@ class GraphRunner:
 
     def _evict_oldest(self) -> None:
         key = next(iter(self._entries))
-        self._evictions += 1
+        self._count.evictions += 1
+        self._ledger.evicted(key)
         self._drop(key)
 
     def _drop(self, key: tuple[Hashable, ...]) -> None:
         self._entries.pop(key).release()
+        self._held = self._measure() if self._entries else 0
 
     def invalidate(self) -> None:
         """Give up all recordings, for example after a change of the model; shapes are captured anew."""
         for key in list(self._entries):
+            self._ledger.stale(key, moved="model", replays=self._entries[key].replays, warm_up=True)
             self._drop(key)
+        self._live.forget()
+        self._pointers.walk(self.model)
 
     def release(self) -> None:
         """Give up all graphs, their memory and compiled regions. Call before the process group is destroyed.
@@ -347,17 +360,20 @@ class GraphRunner:
 
     def stats(self) -> GraphStats:
         """Return the counters."""
+        count = self._count
         return GraphStats(
-            replays=self._replays,
-            captures=self._captures,
-            recaptures=self._recaptures,
-            evictions=self._evictions,
+            replays=count.replays,
+            captures=count.captures,
+            recaptures=count.recaptures,
+            evictions=count.evictions,
             graphs=len(self._entries),
-            graph_bytes=self._held(),
-            eager=dict(self._eager),
-            moved=dict(self._moved),
-            failures={describe_key(key): why for key, why in self._failed.items()},
-            padded=self._padded,
+            graph_bytes=self._held,
+            shapes=len(self._ledger),
+            eager=dict(count.eager),
+            moved=dict(count.moved),
+            failures={describe_key(key): why for key, why in self._ledger.failures().items()},
+            padded=count.padded,
+            adopted=count.adopted,
         )
 
 
@@ -371,12 +387,3 @@ def root_cause(error: BaseException) -> str:
     if "legacy stream" in str(first):
         hint = " (an autograd graph of an earlier eager pass is still alive: detach stored losses)"
     return f"{type(first).__name__}: {lines[0] if lines else ''}{hint}"
-
-
-def describe_key(key: tuple[Hashable, ...]) -> str:
-    """Return a short text for a shape key: the tensor shapes, and the place in the window."""
-    parts = key[0] if isinstance(key[0], tuple) else ()
-    shapes = [
-        f"{'.'.join(map(str, p[0]))}{list(p[2])}" for p in parts if isinstance(p, tuple) and p[1] == "tensor"
-    ]
-    return f"{', '.join(shapes)}; first={key[2]}, last={key[3]}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from loongforge_fuse.precision.fp8 import float8_problem, use_float8
 from loongforge_fuse.precision.policy import DTYPES, Compute, PrecisionPolicy
+from loongforge_fuse.protocol import restore_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def _use_tf32(applied: AppliedPrecision, name: str) -> None:
 
 def _wrap(applied: AppliedPrecision, module: nn.Module, compute: Compute) -> None:
     """Run a module's forward pass in one precision, whatever autocast is on outside."""
-    plain = module.forward
+    plain, before = module.forward, module.__dict__.get("forward")
     dtype = DTYPES[compute]
 
     def forward(*args: object, **kwargs: object) -> object:
@@ -201,7 +202,7 @@ def _wrap(applied: AppliedPrecision, module: nn.Module, compute: Compute) -> Non
             return plain(*args, **kwargs)
 
     module.forward = forward
-    applied.on_undo(lambda: module.__dict__.pop("forward", None))
+    applied.on_undo(lambda: restore_forward(module, before))
 
 
 def _widened(value: object) -> object:
