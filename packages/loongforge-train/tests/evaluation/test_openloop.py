@@ -227,3 +227,18 @@ def test_a_run_is_evaluated_by_its_folder(recording, tmp_path):
     for name, value in exported.model.state_dict().items():
         assert torch.equal(value, trained[name]), name
     assert (tmp_path / "out" / "processor_config.json").is_file()
+
+
+def test_a_prediction_does_not_depend_on_its_batch(recording):
+    from loongforge.recipes import get_recipe
+
+    recipe = get_recipe("gr00t_n1_6_tiny")
+    options = recipe.options()
+    model = recipe.build_model(options, 0)
+    dataset = recipe.build_dataset(str(recording), options)
+    predictor = recipe.predictor(model, recipe.build_collate(dataset, model, options))
+    reports = [evaluate_open_loop(predictor, dataset, episodes=2, batch_size=n) for n in (1, 2)]
+    for one, other in zip(*(report.traces for report in reports), strict=True):
+        np.testing.assert_allclose(one.predicted, other.predicted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="2 generators for 1 samples"):
+        predictor.predict([dataset[0]], [torch.Generator(), torch.Generator()])

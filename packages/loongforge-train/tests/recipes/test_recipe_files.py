@@ -119,6 +119,14 @@ def test_values_of_the_wrong_kind_are_named(values, words):
     assert updated(_Sample(), {"pair": "3,4", "anything": 5}) == _Sample(pair=(3, 4.0), anything=5)
 
 
+def test_the_word_none_is_a_normalisation_where_it_is_one():
+    options = get_recipe("gr00t_n1_6_tiny").options(
+        {"embodiment.action": [{"name": "a", "normalization": "none"}, {"name": "b"}], "checkpoint": "none"}
+    )
+    assert [key.normalization for key in options.embodiment.action] == ["none", None]
+    assert options.checkpoint is None
+
+
 # ---- memory budgets --------------------------------------------------------------------------------------
 
 

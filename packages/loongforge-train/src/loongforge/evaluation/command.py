@@ -6,10 +6,15 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+if TYPE_CHECKING:
+    from loongforge.evaluation.policies import Policy
+    from loongforge.recipes.base import SampleSource
 
 log = logging.getLogger("loongforge")
 
@@ -95,7 +100,7 @@ def export(
 
 
 def run_evaluation(
-    policy: object,
+    policy: Policy,
     *,
     dataset: str | None,
     chosen: Sequence[int] | None,
@@ -113,10 +118,8 @@ def run_evaluation(
     from loongforge.errors import ConfigError, MissingPillarError
     from loongforge.evaluation.openloop import ActionPredictor, EpisodicSource, evaluate_open_loop
     from loongforge.evaluation.plots import write_html, write_png
-    from loongforge.evaluation.policies import Policy
     from loongforge.evaluation.validation import Validation
 
-    policy = cast(Policy, policy)
     root = dataset or policy.dataset
     if root is None:
         msg = "no data set: pass --dataset DIR"
@@ -125,12 +128,17 @@ def run_evaluation(
     if not callable(predictor_of):
         msg = f"recipe '{policy.recipe.name}' predicts no actions, so there is nothing to compare"
         raise ConfigError(msg)
-    held_out = tuple(getattr(policy.options, "held_out", ()))
+    # Episode numbers that a run held out mean nothing in another data set; all of that is unseen.
+    foreign = is_foreign(policy, root)
+    held_out = () if foreign else tuple(getattr(policy.options, "held_out", ()))
     wanted = list(chosen) if chosen else list(held_out)
-    if not wanted:
+    if not wanted and not foreign:
         log.warning("no episode was held out: the errors are those of data the run may have trained on")
-    source = policy.recipe.build_dataset(root, policy.options, episodes=wanted or None)
-    collate = policy.recipe.build_collate(source, policy.model, policy.options)
+    options = everything(policy.options) if foreign else policy.options
+    source = policy.recipe.build_dataset(root, options, episodes=wanted or None)
+    # Values are normalised as in training: with the statistics of the training episodes, not of these.
+    trained = training_data(policy, root)
+    collate = policy.recipe.build_collate(trained, policy.model, policy.options)
     predictor = cast(ActionPredictor, predictor_of(policy.model, collate))
     report = evaluate_open_loop(
         predictor,
@@ -141,7 +149,7 @@ def run_evaluation(
         progress=lambda done, total: log.info("evaluated %d of %d episodes", done, total),
     )
     summary = report.to_json()
-    summary["held_out"] = bool(wanted)
+    summary["held_out"] = foreign or bool(wanted)
     if samples:
         validation = Validation(source, collate, samples=samples, batch_size=batch_size, seed=seed)
         summary["validation_loss"] = validation.loss(policy.model)
@@ -155,6 +163,39 @@ def run_evaluation(
         log.warning("%s", missing)
     summary["files"] = [str(output / "report.json"), *written]
     return summary
+
+
+def training_data(policy: Policy, root: str) -> SampleSource:
+    """Open the data whose statistics belong to the policy: what the run trained on, else that of ``root``."""
+    from loongforge.errors import ConfigError
+
+    if policy.dataset is None or not is_foreign(policy, root):
+        return policy.recipe.build_dataset(root, policy.options)
+    if Path(policy.dataset).is_dir():
+        try:
+            return policy.recipe.build_dataset(policy.dataset, policy.options)
+        except ConfigError as error:
+            msg = f"the data set the run trained on, {policy.dataset}, no longer fits the policy: {error}"
+            raise ConfigError(msg) from error
+    log.warning(
+        "the data set the run trained on (%s) is not here: values are normalised by the statistics of %s, so "
+        "actions are in its range; --option statistics=DIR names an export of the policy",
+        policy.dataset,
+        root,
+    )
+    return policy.recipe.build_dataset(root, everything(policy.options))
+
+
+def is_foreign(policy: Policy, root: str) -> bool:
+    """Tell whether ``root`` is another data set than the run trained on."""
+    return policy.dataset is not None and Path(root).resolve() != Path(policy.dataset).resolve()
+
+
+def everything(options: object) -> object:
+    """Return the options without held-out episodes."""
+    if is_dataclass(options) and not isinstance(options, type) and hasattr(options, "held_out"):
+        return replace(options, held_out=())
+    return options
 
 
 def _pairs(settings: Sequence[str]) -> dict[str, object]:

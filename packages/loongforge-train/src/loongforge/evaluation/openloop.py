@@ -29,8 +29,12 @@ class ActionPredictor(Protocol):
         """Number of predicted steps."""
         ...
 
-    def predict(self, samples: Sequence[Sample], generator: torch.Generator | None = None) -> Array:
-        """Predict raw actions (B, T, D)."""
+    def predict(
+        self,
+        samples: Sequence[Sample],
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    ) -> Array:
+        """Predict raw actions (B, T, D); of B generators, number ``i`` draws for sample ``i``."""
         ...
 
     def truth(self, samples: Sequence[Sample]) -> tuple[Array, npt.NDArray[np.bool_]]:
@@ -186,8 +190,10 @@ def evaluate_open_loop(
         for at in range(0, len(starts), batch_size):
             group = starts[at : at + batch_size]
             samples = [dataset[first + start] for start in group]
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + episode.index * 10_007 + at)
-            predicted = predictor.predict(samples, generator)
+            base = seed * 1_000_003 + episode.index * 10_007
+            places = range(at, at + len(group))
+            generators = [torch.Generator().manual_seed(base + place) for place in places]
+            predicted = predictor.predict(samples, generators)
             recorded, valid = predictor.truth(samples)
             parts += [(p[keep], r[keep]) for p, r, keep in zip(predicted, recorded, valid, strict=True)]
         traces.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from loongforge.checkpoint.layout import STATE, TRAINER, load_tensors
 from loongforge.checkpoint.state import load_weights
 from loongforge.errors import CheckpointError, ConfigError
 from loongforge.recipes import Recipe, get_recipe
+from loongforge.recipes.gr00t_n1_6.checkpoint import find_checkpoint
+
+log = logging.getLogger("loongforge")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,9 @@ def load_policy(
     built = get_recipe(recipe)
     options = built.options({**(overrides or {}), "checkpoint": checkpoint})
     model = built.build_model(options, 0, device=device)
+    deployed = getattr(built, "deployed", None)
+    if callable(deployed):
+        options = deployed(options, folder if folder.is_dir() else find_checkpoint(checkpoint))
     return Policy(recipe=built, options=options, model=model, dataset=None, source=folder)
 
 
@@ -89,12 +96,8 @@ def _from_run(
     config = trainer.get("config", {})
     built = get_recipe(recipe or str(config.get("recipe")))
     stored = config.get("recipe_options") or {}
-    # The weights are in the folder: the checkpoint the run started from is not needed again.
     options = built.options({**stored, **overrides})
-    fresh = (
-        built.options({**stored, **overrides, "checkpoint": "none"}) if "checkpoint" in stored else options
-    )
-    model = built.build_model(fresh, 0, device=device)
+    options, model = _unfilled_model(built, options, {**stored, **overrides}, device)
     model.load_state_dict(dict(load_weights(folder)))
     if average:
         path = folder / STATE / "average.pt"
@@ -105,11 +108,38 @@ def _from_run(
     dataset = config.get("dataset")
     return Policy(
         recipe=built,
-        options=fresh,
+        options=options,
         model=model,
         dataset=None if dataset is None else str(dataset),
         source=folder,
     )
+
+
+def _unfilled_model(
+    recipe: Recipe, options: object, given: Mapping[str, object], device: str
+) -> tuple[object, nn.Module]:
+    """Build the model of a run, whose weights come from the run's own checkpoint.
+
+    The checkpoint the run started from still says sizes, slots and processor, where it can be reached.
+    """
+    blank = getattr(recipe, "blank_model", None)
+    if not callable(blank):
+        return options, recipe.build_model(options, 0, device=device)
+    start = getattr(options, "checkpoint", None)
+    try:
+        return options, blank(options, device=device)
+    except CheckpointError as error:
+        if start is None:
+            raise
+        log.warning(
+            "the run started from %s, which is not here (%s): sizes, slots and processor are those of recipe "
+            "'%s'; --option checkpoint=DIR names its new place",
+            start,
+            error,
+            recipe.name,
+        )
+        options = recipe.options({**given, "checkpoint": "none"})
+        return options, blank(options, device=device)
 
 
 def _load_average(model: nn.Module, state: object) -> None:

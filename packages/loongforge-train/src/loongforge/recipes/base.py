@@ -7,6 +7,8 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
+from loongforge.recipes.settings import updated
+
 Sample = Mapping[str, object]
 ModelBatch = dict[str, object]
 Collate = Callable[[Sequence[Sample]], ModelBatch]
@@ -73,6 +75,34 @@ class Recipe(Protocol, Generic[O]):
         ``learning_rate`` is the highest of the run; None means the recipe's own.
         """
         ...
+
+
+class FileRecipe(Generic[O]):
+    """What all families share: a name, options that files and flags change, suggested settings of the run.
+
+    Args:
+        name: Name under which the recipe is known.
+        default_options: A frozen dataclass.
+        description: One line for lists of recipes.
+        training: Suggested settings of the run, by their names in the run's configuration.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        default_options: O,
+        *,
+        description: str = "",
+        training: Mapping[str, object] | None = None,
+    ) -> None:
+        self.name = name
+        self.default_options = default_options
+        self.description = description
+        self.training = dict(training or {})
+
+    def options(self, overrides: Mapping[str, object] | None = None) -> O:
+        """Return the default options with ``overrides`` (nested tables or dotted names)."""
+        return updated(self.default_options, overrides or {})
 
 
 def decay_groups(

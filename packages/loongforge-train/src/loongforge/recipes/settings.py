@@ -82,6 +82,9 @@ def coerce(value: object, hint: object, label: str) -> object:
 
 
 def _coerce_union(value: object, arguments: tuple[object, ...], label: str) -> object:
+    if any(get_origin(argument) is Literal and value in get_args(argument) for argument in arguments):
+        # A literal may be the word that otherwise stands for no value.
+        return value
     if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in arguments):
         if type(None) in arguments:
             return None

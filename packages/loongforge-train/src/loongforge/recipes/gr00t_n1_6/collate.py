@@ -34,6 +34,7 @@ class GrootCollate:
         image_options: Settings of the image pipeline.
         pad_to: Fixed number of tokens a row; None rounds the longest row up to ``multiple``.
         multiple: Rounding of the row length, tokens.
+        tasks: Text by task number; an instruction column that holds numbers is looked up here.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class GrootCollate:
         image_options: ImageOptions,
         pad_to: int | None = None,
         multiple: int = 8,
+        tasks: Mapping[int, str] | None = None,
     ) -> None:
+        self.tasks = dict(tasks or {})
         self.embodiment, self.plans, self.prompts = embodiment, tuple(plans), prompts
         self.vectors, self.image_options = vectors, image_options
         self.pad_to, self.multiple = pad_to, multiple
@@ -83,9 +86,32 @@ class GrootCollate:
         return batch
 
     def instruction(self, sample: Sample) -> str:
-        """Return the instruction of a sample."""
-        text = sample.get(self.embodiment.language or "task", sample.get("task", ""))
-        return text if isinstance(text, str) else str(text)
+        """Return the instruction of a sample; a number is one of the data set's tasks.
+
+        Raises:
+            ConfigError: The sample has no instruction, or its number is not in the task table.
+        """
+        name = self.embodiment.language or "task"
+        if name not in sample:
+            msg = (
+                f"the sample has no instruction '{name}'; it has {', '.join(sorted(sample))}. Set "
+                "embodiment.language to the column that holds it"
+            )
+            raise ConfigError(msg)
+        value = sample[name]
+        if isinstance(value, str):
+            return value
+        number = np.asarray(value).reshape(-1)
+        if number.size != 1 or not np.issubdtype(number.dtype, np.integer):
+            return str(value)
+        if int(number[0]) not in self.tasks:
+            msg = (
+                f"column '{name}' names task {int(number[0])}, the data set's task table has "
+                f"{', '.join(map(str, sorted(self.tasks))) or 'no task'}; set embodiment.language to a "
+                "column that holds texts or numbers of that table"
+            )
+            raise ConfigError(msg)
+        return self.tasks[int(number[0])]
 
     def raw_states(self, samples: Sequence[Sample]) -> dict[str, npt.NDArray[np.float32]]:
         """Return raw state columns (B, D); of a window the last row counts."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loongforge.errors import ConfigError
+from loongforge.filling import blank_rows
 from loongforge.recipes.gr00t_n1_6.config import GrootConfig, WorkConfig
 from loongforge.recipes.gr00t_n1_6.connector import connector_mlp, pixel_unshuffle
 from loongforge.recipes.gr00t_n1_6.dit import CrossMemory, key_bias
@@ -188,6 +189,10 @@ class GrootModel(nn.Module):
     def loss_count(self, batch: Batch) -> Tensor:
         """Return the number of valid action elements of each sample (B,), known before the forward pass."""
         return tensor(batch, "action_mask").float().flatten(1).sum(1)
+
+    def blank(self, batch: Batch, rows: int) -> dict[str, object]:
+        """Return ``rows`` copies of the batch's first sample without any valid action element."""
+        return blank_rows(batch, rows, weights=("action_mask",))
 
     # ---- forward -----------------------------------------------------------------------------------------
     def canonical(self, batch: Batch) -> dict[str, object]:

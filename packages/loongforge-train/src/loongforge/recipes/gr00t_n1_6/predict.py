@@ -39,18 +39,28 @@ class GrootPredictor:
         return self.collate.embodiment.action_steps
 
     @torch.no_grad()
-    def predict(self, samples: Sequence[Sample], generator: torch.Generator | None = None) -> Array:
+    def predict(
+        self,
+        samples: Sequence[Sample],
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    ) -> Array:
         """Predict raw actions (B, T, D).
 
         Args:
             samples: Samples of the data set; their actions are not looked at.
-            generator: Host generator of the start noise; None draws from the global one.
+            generator: Host generator of the start noise, or one per sample, so that a sample's noise does
+                not depend on the batch it is in; None draws from the global one.
+
+        Raises:
+            ValueError: Not one generator per sample.
         """
-        blind = [{n: v for n, v in s.items() if not n.startswith("action")} for s in samples]
+        robot = self.collate.embodiment
+        hidden = {*robot.action_columns, *(f"{c}_is_pad" for c in robot.action_columns)}
+        hidden -= set(robot.state_columns)
+        blind = [{n: v for n, v in s.items() if n not in hidden} for s in samples]
         device = next(self.model.parameters()).device
         batch = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in self.collate(blind).items()}
-        head = self.model.config.head
-        noise = torch.randn((len(samples), head.action_horizon, head.max_action_dim), generator=generator)
+        noise = self._noise(len(samples), generator)
         was_training = self.model.training
         self.model.eval()
         try:
@@ -59,6 +69,17 @@ class GrootPredictor:
             self.model.train(was_training)
         decoded = self.collate.vectors.decode(actions.float().cpu().numpy(), self.collate.raw_states(samples))
         return np.concatenate([decoded[key.name] for key in self.collate.embodiment.action], axis=-1)
+
+    def _noise(self, count: int, generator: torch.Generator | Sequence[torch.Generator] | None) -> Tensor:
+        """Draw start noise (B, horizon, max_action_dim) on the host."""
+        head = self.model.config.head
+        shape = (head.action_horizon, head.max_action_dim)
+        if generator is None or isinstance(generator, torch.Generator):
+            return torch.randn((count, *shape), generator=generator)
+        if len(generator) != count:
+            msg = f"predict got {len(generator)} generators for {count} samples; give one per sample"
+            raise ValueError(msg)
+        return torch.stack([torch.randn(shape, generator=one) for one in generator])
 
     def truth(self, samples: Sequence[Sample]) -> tuple[Array, npt.NDArray[np.bool_]]:
         """Return the recorded actions (B, T, D) and which steps lie inside the episode (B, T)."""

@@ -6,21 +6,36 @@ Their layout is that of the original inference code, so that it can run a policy
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from loongforge.errors import CheckpointError
+from loongforge.errors import CheckpointError, ConfigError
 from loongforge.recipes.gr00t_n1_6.config import GrootConfig
 from loongforge.recipes.gr00t_n1_6.processing.embodiment import EMBODIMENT_IDS, Embodiment, KeyConfig
 from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions
 from loongforge.recipes.gr00t_n1_6.processing.normalise import Statistics
+from loongforge.recipes.settings import updated
+
+log = logging.getLogger("loongforge")
 
 PROCESSOR_FILE = "processor_config.json"
 STATISTICS_FILE = "statistics.json"
 SLOTS_FILE = "embodiment_id.json"
 _STATISTICS = ("min", "max", "mean", "std", "q01", "q99")
+_SETTINGS = {
+    "shortest_image_edge": "short_edge",
+    "crop_fraction": "crop_fraction",
+    "use_percentiles": "use_percentiles",
+    "clip_outliers": "clip",
+    "formalize_language": "formalise_language",
+}
+# Arguments that hold for all robots of a checkpoint.
+_SHARED = ("use_percentiles", "clip_outliers", "formalize_language", "shortest_image_edge", "crop_fraction")
 
 
 def read_slots(folder: Path) -> dict[str, int]:
@@ -28,6 +43,98 @@ def read_slots(folder: Path) -> dict[str, int]:
     path = folder / SLOTS_FILE
     own = _read(path) if path.is_file() else {}
     return {**EMBODIMENT_IDS, **{str(tag): slot for tag, slot in own.items() if isinstance(slot, int)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorSettings:
+    """What a checkpoint's ``processor_config.json`` says; None where it says nothing.
+
+    Attributes:
+        short_edge: Shorter side of the images, pixels.
+        crop_fraction: Part of each side that is kept.
+        use_percentiles: Min-max normalisation takes the 1 % and 99 % quantiles for minimum and maximum.
+        clip: Normalised states are clipped to [-1, 1].
+        formalise_language: Instructions are lower-cased and lose their punctuation.
+    """
+
+    short_edge: int | None = None
+    crop_fraction: float | None = None
+    use_percentiles: bool | None = None
+    clip: bool | None = None
+    formalise_language: bool | None = None
+
+
+def read_settings(folder: Path) -> ProcessorSettings:
+    """Return the settings of a checkpoint's processor; all None where the folder has no such file.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        ConfigError: A setting is of the wrong kind.
+    """
+    path = folder / PROCESSOR_FILE
+    if not path.is_file():
+        return ProcessorSettings()
+    arguments = _mapping(_read(path).get("processor_kwargs"))
+    known = {field: arguments[name] for name, field in _SETTINGS.items() if arguments.get(name) is not None}
+    return updated(ProcessorSettings(), known, where=PROCESSOR_FILE)
+
+
+def has_statistics(folder: Path, tag: str) -> bool:
+    """Tell whether a checkpoint has statistics of a robot."""
+    path = folder / STATISTICS_FILE
+    return path.is_file() and tag in _read(path)
+
+
+def read_statistics(folder: Path, robot: Embodiment) -> tuple[Statistics, Statistics]:
+    """Return column statistics and relative statistics of a robot from a checkpoint's ``statistics.json``.
+
+    Values of columns that no key of the robot covers are NaN.
+
+    Raises:
+        CheckpointError: The file lacks the robot or one of its keys, or a key has another width.
+    """
+    path = folder / STATISTICS_FILE
+    stored = _read(path)
+    if robot.tag not in stored:
+        msg = (
+            f"{path} has no statistics of robot '{robot.tag}'; it has {', '.join(sorted(stored)) or 'none'}. "
+            "Set embodiment.tag, or leave the recipe option statistics empty"
+        )
+        raise CheckpointError(msg)
+    own = _mapping(stored[robot.tag])
+    columns: dict[str, dict[str, npt.NDArray[np.float64]]] = {}
+    for part, keys in (("state", robot.state), ("action", robot.action)):
+        table = _mapping(own.get(part))
+        for key in keys:
+            if key.name not in table:
+                msg = (
+                    f"{path} has no {part} key '{key.name}' of robot '{robot.tag}'; it has "
+                    f"{', '.join(sorted(table)) or 'none'}. Name the keys as the policy does"
+                )
+                raise CheckpointError(msg)
+            _place(columns.setdefault(key.column, {}), key, _mapping(table[key.name]), path)
+    relative = {name: _mapping(value) for name, value in _mapping(own.get("relative_action")).items()}
+    return columns, relative
+
+
+def _place(
+    column: dict[str, npt.NDArray[np.float64]], key: KeyConfig, values: Mapping[str, object], path: Path
+) -> None:
+    """Write the statistics of one key into its range of a column."""
+    end = key.end or 0
+    for name, value in values.items():
+        array = np.asarray(value, dtype=np.float64)
+        if array.shape != (end - key.start,):
+            msg = (
+                f"{path}: statistic '{name}' of key '{key.name}' has {array.size} values, the data set's key "
+                f"has {end - key.start}; the policy was trained on another layout of '{key.column}'"
+            )
+            raise CheckpointError(msg)
+        known = column.get(name, np.zeros(0))
+        if len(known) < end:
+            known = np.concatenate((known, np.full(end - len(known), np.nan)))
+        known[key.start : end] = array
+        column[name] = known
 
 
 def write_processor(
@@ -52,12 +159,25 @@ def write_processor(
         image: Image pipeline.
         formalise_language: Whether instructions are lower-cased and stripped of punctuation.
         source: Folder whose processor files are extended (other robots stay in them).
+
+    Raises:
+        ConfigError: A normalisation that the original code cannot express.
     """
+    _check_expressible(robot)
     kept = {name: _read(source / name) for name in _names(source)} if source is not None else {}
     processor = kept.get(PROCESSOR_FILE, {})
     arguments = _mapping(processor.get("processor_kwargs"))
     modalities = _mapping(arguments.get("modality_configs"))
-    arguments.update(_arguments(robot, config, image, formalise_language=formalise_language))
+    own = _arguments(robot, config, image, formalise_language=formalise_language)
+    changed = [n for n in _SHARED if n in arguments and arguments[n] != own[n]]
+    others = sorted(set(modalities) - {robot.tag})
+    if changed and others:
+        log.warning(
+            "%s holds for all robots of a checkpoint; the export changes it, so %s no longer work as before",
+            ", ".join(changed),
+            ", ".join(others),
+        )
+    arguments.update(own)
     arguments["modality_configs"] = {**modalities, robot.tag: modality_config(robot)}
     arguments.setdefault("use_albumentations", True)
     for unset in ("random_rotation_angle", "image_crop_size", "image_target_size"):
@@ -75,6 +195,29 @@ def write_processor(
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
     return [folder / name for name in files]
+
+
+def _check_expressible(robot: Embodiment) -> None:
+    """Refuse what ``processor_config.json`` has no word for: it would run the policy with other numbers."""
+    plain = [key.name for key in (*robot.state, *robot.action) if key.normalization == "none"]
+    if plain:
+        msg = (
+            f"keys {', '.join(plain)} have normalization 'none', which the published processor cannot "
+            "express; train with min_max, q01_q99 or mean_std (state keys also sin_cos) to export"
+        )
+        raise ConfigError(msg)
+    # Relative keys take minimum and maximum in either case.
+    ranged = {
+        key.normalization
+        for key in (*robot.state, *robot.action)
+        if key.normalization in ("min_max", "q01_q99") and not key.relative
+    }
+    if len(ranged) > 1:
+        msg = (
+            "some keys use min_max and others q01_q99; the published processor has one switch for all, so "
+            "set one of them as embodiment.normalization to export"
+        )
+        raise ConfigError(msg)
 
 
 def _names(source: Path) -> list[str]:
@@ -99,7 +242,7 @@ def _arguments(
         "max_state_dim": config.head.max_state_dim,
         "max_action_dim": config.head.max_action_dim,
         "max_action_horizon": config.head.action_horizon,
-        "use_percentiles": any(key.normalization == "q01_q99" for key in keys),
+        "use_percentiles": any(k.normalization == "q01_q99" and not k.relative for k in keys),
         "clip_outliers": robot.clip,
         "apply_sincos_state_encoding": any(key.normalization == "sin_cos" for key in robot.state),
         "use_relative_action": any(key.relative for key in robot.action),

@@ -15,6 +15,7 @@ from loongforge.recipes.gr00t_n1_6.config import (
     TuneConfig,
     VisionConfig,
 )
+from loongforge.recipes.settings import updated
 
 Json = Mapping[str, object]
 
@@ -150,7 +151,8 @@ T = TypeVar("T", DiTConfig, HeadConfig, TuneConfig, LanguageConfig, VisionConfig
 def _fields(source: object, names: Mapping[str, str], base: T) -> T:
     if not isinstance(source, Mapping):
         return base
-    return replace(base, **{field: source[name] for name, field in names.items() if name in source})
+    found = {field: source[name] for name, field in names.items() if name in source}
+    return updated(base, found, where="config.json")
 
 
 def _integer(value: object) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loongforge.errors import ConfigError
-from loongforge.recipes.base import Collate, SampleSource, decay_groups
+from loongforge.recipes.base import Collate, FileRecipe, SampleSource, decay_groups
 from loongforge.recipes.gr00t_n1_6.budget import plan_memory
 from loongforge.recipes.gr00t_n1_6.checkpoint import (
     export_model,
@@ -22,21 +22,18 @@ from loongforge.recipes.gr00t_n1_6.checkpoint import (
     open_checkpoint,
 )
 from loongforge.recipes.gr00t_n1_6.collate import GrootCollate, view_plans
-from loongforge.recipes.gr00t_n1_6.config import GrootConfig
 from loongforge.recipes.gr00t_n1_6.initialise import build_on_meta, materialise, random_fill
-from loongforge.recipes.gr00t_n1_6.lora import LoraConfig
 from loongforge.recipes.gr00t_n1_6.model import GrootModel
+from loongforge.recipes.gr00t_n1_6.options import GrootOptions, processor_changes, with_processor
 from loongforge.recipes.gr00t_n1_6.predict import GrootPredictor
 from loongforge.recipes.gr00t_n1_6.processing.embodiment import (
     EMBODIMENT_IDS,
     Embodiment,
-    EmbodimentConfig,
     Features,
     ModalityLike,
     resolve_embodiment,
     slot_of,
 )
-from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions
 from loongforge.recipes.gr00t_n1_6.processing.normalise import StateActionProcessor, Statistics
 from loongforge.recipes.gr00t_n1_6.processing.relative import TabularSource, relative_statistics
 from loongforge.recipes.gr00t_n1_6.processing.text import (
@@ -45,7 +42,14 @@ from loongforge.recipes.gr00t_n1_6.processing.text import (
     PromptBuilder,
     PromptTokenizer,
 )
-from loongforge.recipes.gr00t_n1_6.processor_files import read_slots, write_processor
+from loongforge.recipes.gr00t_n1_6.processor_files import (
+    STATISTICS_FILE,
+    has_statistics,
+    read_settings,
+    read_slots,
+    read_statistics,
+    write_processor,
+)
 from loongforge.recipes.gr00t_n1_6.slots import (
     DECAY_BOUND,
     SlotDecision,
@@ -53,7 +57,6 @@ from loongforge.recipes.gr00t_n1_6.slots import (
     has_live_slots_only,
     use_single_slot,
 )
-from loongforge.recipes.settings import updated
 
 log = logging.getLogger("loongforge")
 
@@ -62,67 +65,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|layer_norm|vlln")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrootOptions:
-    """Options of a GR00T N1.6 recipe.
-
-    Attributes:
-        config: Sizes, trainable parts and work switches of the model.
-        image: Image pipeline.
-        embodiment: The robot.
-        tokenizer: ``bytes`` for the stand-in of the tiny recipe, else a folder with tokenizer files.
-        checkpoint: Folder in the published layout to start from; None draws random weights.
-        pad_to: Fixed number of tokens a row; None rounds the longest row of a batch up to ``pad_multiple``.
-        pad_multiple: Rounding of the row length, tokens.
-        frozen_dtype: Storage of parameters that do not train; trainable ones are float32.
-        formalise_language: Lower-case the instruction and drop punctuation.
-        live_slots: ``auto`` leaves unused embodiment slots out of communication and optimizer where that
-            changes nothing; ``off`` keeps all of them.
-        lora: Low-rank adapters; off by default.
-        held_out: Episodes (by index) that training leaves out; ``loongforge eval`` looks at these.
-        memory_budget_gb: GPU memory the run must fit, GB; chooses adapters, recomputation and dropped unused
-            tensors. None changes nothing.
-    """
-
-    config: GrootConfig = field(default_factory=GrootConfig)
-    image: ImageOptions = field(default_factory=ImageOptions)
-    embodiment: EmbodimentConfig = field(default_factory=EmbodimentConfig)
-    tokenizer: str = "bytes"
-    checkpoint: str | None = None
-    pad_to: int | None = None
-    pad_multiple: int = 8
-    frozen_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    formalise_language: bool = True
-    live_slots: Literal["auto", "off"] = "auto"
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    held_out: tuple[int, ...] = ()
-    memory_budget_gb: float | None = None
-
-
 class _Episode(Protocol):
     @property
     def index(self) -> int: ...
 
 
-class GrootRecipe:
+class GrootRecipe(FileRecipe[GrootOptions]):
     """Builds model, data set and collate function from :class:`GrootOptions`."""
-
-    def __init__(
-        self,
-        name: str,
-        default_options: GrootOptions,
-        *,
-        description: str = "",
-        training: Mapping[str, object] | None = None,
-    ) -> None:
-        self.name = name
-        self.default_options = default_options
-        self.description = description
-        self.training = dict(training or {})
-
-    def options(self, overrides: Mapping[str, object] | None = None) -> GrootOptions:
-        """Return the default options with ``overrides`` (nested tables or dotted names)."""
-        return updated(self.default_options, overrides or {})
 
     def fitted(self, options: GrootOptions) -> GrootOptions:
         """Return the options with what the memory budget asks for; unchanged where there is no budget."""
@@ -144,7 +93,9 @@ class GrootRecipe:
     # ---- model -------------------------------------------------------------------------------------------
     def build_model(self, options: GrootOptions, seed: int, *, device: str = "cpu") -> GrootModel:
         """Build the model on ``device``, tensor by tensor, so that no second copy ever exists."""
-        options = self.fitted(self.resolved(options))
+        asked, options = options, self.fitted(self.resolved(options))
+        if changed := processor_changes(asked, options):
+            log.info("the checkpoint's processor decides (option processor = 'recipe' off): %s", changed)
         dtype = _DTYPES[options.frozen_dtype]
         if options.checkpoint is None:
             model = build_on_meta(options.config, options.lora)
@@ -155,16 +106,50 @@ class GrootRecipe:
                 source, options.config, lora=options.lora, seed=seed, device=device, frozen_dtype=dtype
             )
             log.info("loaded %d tensors from %s", report.tensors, source.folder)
+        return self._bound(model, options)
+
+    def blank_model(self, options: GrootOptions, *, device: str = "cpu") -> GrootModel:
+        """Build the model of a run with zeros for weights, to be filled from the run's own checkpoint.
+
+        Sizes and slot come from the checkpoint the run started from; its weights are not read.
+        """
+        options = self.fitted(self.resolved(options))
+        model = build_on_meta(options.config, options.lora)
+        dtype = _DTYPES[options.frozen_dtype]
+        materialise(model, device, frozen_dtype=dtype, fill=_zero)
+        return self._bound(model, options)
+
+    def _bound(self, model: GrootModel, options: GrootOptions) -> GrootModel:
+        """Give a model the image pipeline and the embodiment slot of resolved options."""
         model.image_options = options.image
         use_single_slot(model, self.slot(options), live_only=self.slot_decision(options).live)
         return model.train()
 
     def resolved(self, options: GrootOptions) -> GrootOptions:
-        """Return the options with the sizes of the checkpoint they name; what trains stays as it is."""
+        """Return the options with sizes and processor of the checkpoint they name; what trains stays."""
         if options.checkpoint is None:
             return options
-        config = open_checkpoint(find_checkpoint(options.checkpoint)).config(options.config)
-        return replace(options, config=replace(config, tune=options.config.tune, work=options.config.work))
+        folder = find_checkpoint(options.checkpoint)
+        config = open_checkpoint(folder).config(options.config)
+        options = replace(options, config=replace(config, tune=options.config.tune, work=options.config.work))
+        return options if options.processor == "recipe" else with_processor(options, read_settings(folder))
+
+    def deployed(self, options: GrootOptions, folder: Path) -> GrootOptions:
+        """Return the options of a policy in ``folder``, which normalises as it was trained.
+
+        A checkpoint without statistics of this robot leaves them to the data set.
+        """
+        if options.statistics is not None or not (folder / STATISTICS_FILE).is_file():
+            return options
+        if not has_statistics(folder, options.embodiment.tag):
+            log.warning(
+                "%s has no statistics of robot '%s': those of the data set are used, so actions are in its "
+                "range, not in that of the training data",
+                folder,
+                options.embodiment.tag,
+            )
+            return options
+        return replace(options, statistics=str(folder))
 
     def slot(self, options: GrootOptions) -> int:
         """Return the embodiment slot of the options' robot."""
@@ -187,13 +172,17 @@ class GrootRecipe:
         options = self.resolved(options)
         source = None if options.checkpoint is None else open_checkpoint(find_checkpoint(options.checkpoint))
         target = Path(folder)
+        if source is not None and target.resolve() == source.folder.resolve():
+            msg = f"{target} is the checkpoint the run started from; give another folder to export to"
+            raise ConfigError(msg)
         files = export_model(cast(GrootModel, model), target, source=source)
         robot = self.embodiment(dataset, options)
+        statistics, relative = self._numbers(robot, dataset, options)
         write_processor(
             target,
             robot=robot,
-            statistics=_statistics(dataset),
-            relative=relative_statistics(cast(TabularSource, dataset), robot),
+            statistics=statistics,
+            relative=relative,
             config=options.config,
             image=options.image,
             formalise_language=options.formalise_language,
@@ -223,10 +212,9 @@ class GrootRecipe:
         if isinstance(model, GrootModel) and has_live_slots_only(model) and rate * weight_decay > DECAY_BOUND:
             msg = (
                 f"learning_rate {rate} times weight_decay {weight_decay} exceeds "
-                f"{DECAY_BOUND:.1e}, so weight "
-                "weight decay would change the embodiment slots that this model leaves out; set "
-                "the recipe option "
-                "live_slots to 'off', or lower one of them"
+                f"{DECAY_BOUND:.1e}, so "
+                "weight decay would change the embodiment slots that this model leaves out; set the recipe "
+                "option live_slots to 'off', or lower one of them"
             )
             raise ConfigError(msg)
         return decay_groups(model.named_parameters(), weight_decay, decays)
@@ -244,7 +232,8 @@ class GrootRecipe:
         options = self.resolved(options)
         probe = open_dataset(root)
         robot = self.embodiment(probe, options)
-        sizes = {plan.decoded for plan in view_plans(robot, _features(probe), options.image)}
+        plans = view_plans(robot, _features(probe), options.image)
+        sizes = {plan.decoded for plan in plans} if options.image.first_resize == "decoder" else set()
         if episodes is None and options.held_out:
             episodes = _all_but(probe.episodes, options.held_out)
         window = {column: range(robot.action_steps) for column in robot.action_columns}
@@ -283,21 +272,31 @@ class GrootRecipe:
             image_options=options.image,
             pad_to=options.pad_to,
             multiple=options.pad_multiple,
+            tasks=cast(Mapping[int, str] | None, getattr(dataset, "tasks", None)),
         )
 
     def vectors(
         self, robot: Embodiment, dataset: SampleSource, options: GrootOptions
     ) -> StateActionProcessor:
-        """Return the normaliser of states and actions, with the data set's statistics."""
+        """Return the normaliser of states and actions, by the data set's statistics or the policy's."""
         head = options.config.head
+        statistics, relative = self._numbers(robot, dataset, options)
         return StateActionProcessor(
             robot,
-            _statistics(dataset),
-            relative=relative_statistics(cast(TabularSource, dataset), robot),
+            statistics,
+            relative=relative,
             max_state_dim=head.max_state_dim,
             max_action_dim=head.max_action_dim,
             action_horizon=head.action_horizon,
         )
+
+    def _numbers(
+        self, robot: Embodiment, dataset: SampleSource, options: GrootOptions
+    ) -> tuple[Statistics, Statistics]:
+        """Return column statistics and per-step statistics of relative keys."""
+        if options.statistics is not None:
+            return read_statistics(Path(options.statistics), robot)
+        return _statistics(dataset), relative_statistics(cast(TabularSource, dataset), robot)
 
     def predictor(self, model: nn.Module, collate: Collate) -> GrootPredictor:
         """Return what turns samples into raw actions, for evaluation."""
@@ -315,7 +314,19 @@ class GrootRecipe:
                 f"{language.vocab_size}"
             )
             raise ConfigError(msg)
+        if options.checkpoint is not None and language.image_token_id != stand_in.image_token_id:
+            msg = (
+                "tokenizer 'bytes' is a stand-in that the weights of the checkpoint do not know (its "
+                f"image token is {stand_in.image_token_id}, theirs {language.image_token_id}); set option "
+                "tokenizer to the folder with the checkpoint's tokenizer files"
+            )
+            raise ConfigError(msg)
         return stand_in
+
+
+def _zero(name: str, value: Tensor) -> None:
+    del name
+    value.zero_()
 
 
 def _all_but(episodes: Iterable[_Episode], held_out: Sequence[int]) -> list[int]:

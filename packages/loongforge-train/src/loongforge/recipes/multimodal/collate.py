@@ -92,6 +92,12 @@ class MultimodalCollate:
             raise ConfigError(msg)
         image = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
         image = image[-1] if image.ndim == 4 else image
+        if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+            msg = (
+                f"view '{view}' must be uint8 (H, W, 3), got {image.dtype} {tuple(image.shape)}; give "
+                "pictures as the data set's decoder does"
+            )
+            raise ConfigError(msg)
         if tuple(image.shape[:2]) != self.image_size:
             wide = resize_uint8(image.permute(2, 0, 1)[None].float(), self.image_size, mode="area")
             image = wide[0].permute(1, 2, 0).to(torch.uint8)
@@ -151,7 +157,16 @@ class MultimodalCollate:
 
     def _actions(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         steps, bins = self.config.action_steps, self.config.action_bins
-        raw = np.stack([np.asarray(s["action"], dtype=np.float32)[:steps] for s in samples])
+        rows = [np.asarray(s["action"], dtype=np.float32)[:steps] for s in samples]
+        wanted = (steps, len(self.action_range[0]))
+        for row in rows:
+            if row.shape != wanted:
+                msg = (
+                    f"the sample's action has shape {row.shape}, needed are {wanted} (steps, dimensions of "
+                    "the statistics); open the data set through the recipe, which sets the window"
+                )
+                raise ConfigError(msg)
+        raw = np.stack(rows)
         pads = [
             np.asarray(s.get("action_is_pad", np.zeros(raw.shape[1])), dtype=bool)[:steps] for s in samples
         ]

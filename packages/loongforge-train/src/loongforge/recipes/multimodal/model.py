@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loongforge.errors import ConfigError
+from loongforge.filling import blank_rows
 from loongforge.recipes.gr00t_n1_6.connector import connector_mlp, pixel_unshuffle
 from loongforge.recipes.gr00t_n1_6.language import Decoder
 from loongforge.recipes.gr00t_n1_6.layers import at_dtype_of
@@ -45,6 +46,10 @@ class MultimodalModel(nn.Module):
     def loss_count(self, batch: Batch) -> Tensor:
         """Return the number of predicted action tokens of each sample (B,)."""
         return _tensor(batch, "target_valid").float().sum(1)
+
+    def blank(self, batch: Batch, rows: int) -> dict[str, object]:
+        """Return ``rows`` copies of the batch's first sample without any valid action token."""
+        return blank_rows(batch, rows, weights=("target_valid",))
 
     def tokens(self, batch: Batch) -> Tensor:
         """Return all tokens (B, M, D) in fixed order: images, sound, series, text and actions."""

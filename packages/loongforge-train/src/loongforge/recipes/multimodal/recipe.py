@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from loongforge.errors import ConfigError
-from loongforge.recipes.base import Collate, SampleSource, decay_groups
+from loongforge.recipes.base import Collate, FileRecipe, SampleSource, decay_groups
 from loongforge.recipes.gr00t_n1_6.initialise import materialise, named_fill
 from loongforge.recipes.multimodal.collate import Array, MultimodalCollate
 from loongforge.recipes.multimodal.config import MultimodalConfig
 from loongforge.recipes.multimodal.model import MultimodalModel
-from loongforge.recipes.settings import updated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +49,8 @@ class _Feature(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class MultimodalRecipe:
+class MultimodalRecipe(FileRecipe[MultimodalOptions]):
     """Builds model, data set and collate function from :class:`MultimodalOptions`."""
-
-    def __init__(
-        self,
-        name: str,
-        default_options: MultimodalOptions,
-        *,
-        description: str = "",
-        training: Mapping[str, object] | None = None,
-    ) -> None:
-        self.name = name
-        self.default_options = default_options
-        self.description = description
-        self.training = dict(training or {})
-
-    def options(self, overrides: Mapping[str, object] | None = None) -> MultimodalOptions:
-        """Return the default options with ``overrides`` (nested tables or dotted names)."""
-        return updated(self.default_options, overrides or {})
 
     def build_model(self, options: MultimodalOptions, seed: int, *, device: str = "cpu") -> MultimodalModel:
         """Build the model; ``device`` meta gives shapes without memory."""

@@ -224,7 +224,14 @@ def _views(wanted: Sequence[str], features: Features, renamed: Mapping[str, str]
     aliases.update({name: camera for name, camera in renamed.items() if camera in cameras})
     for name in wanted:
         if name not in aliases:
-            msg = f"the data set has no view '{name}'; it has {', '.join(sorted(aliases))}"
+            msg = (
+                f"the data set has no view '{name}'; it has {', '.join(sorted(aliases))}. Set "
+                "embodiment.views to cameras it has"
+            )
+            raise ConfigError(msg)
+        alike = [camera for camera in cameras if camera.rsplit(".", 1)[-1] == name]
+        if len(alike) > 1 and name not in cameras and name not in renamed:
+            msg = f"view '{name}' may be {' or '.join(alike)}; give the whole name in embodiment.views"
             raise ConfigError(msg)
     return tuple(aliases[name] for name in wanted) or tuple(cameras)
 
@@ -261,7 +268,7 @@ def _key(
     if column not in features:
         msg = (
             f"key '{key.name}' reads column '{column}', which the data set lacks; it has "
-            f"{', '.join(sorted(features))}"
+            f"{', '.join(sorted(features))}. Set the key's column in a copy of the recipe"
         )
         raise ConfigError(msg)
     shape = features[column].shape
@@ -271,7 +278,10 @@ def _key(
         start, end = group.start, group.stop
     end = width if end is None else end
     if not 0 <= start < end <= width:
-        msg = f"key '{key.name}' takes {start}:{end} of column '{column}', which has {width} values"
+        msg = (
+            f"key '{key.name}' takes {start}:{end} of column '{column}', which has {width} values; give "
+            "ranges inside it in a copy of the recipe, or no keys at all to take the whole column"
+        )
         raise ConfigError(msg)
     normalization = key.normalization or config.normalization
     return replace(key, column=column, start=start, end=end, normalization=normalization)

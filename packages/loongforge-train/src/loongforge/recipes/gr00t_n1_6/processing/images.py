@@ -1,7 +1,7 @@
 """Image pipeline on uint8 batches: short side, crop, resize to whole cells, colour jitter equal over views.
 
-The resize to the short side happens while decoding; everything after runs on the device of the batch, with
-one set of drawn numbers per sample that all its views share.
+The resize to the short side happens while decoding (or exactly, on the host); everything after it runs on the
+device of the batch, with one set of drawn numbers per sample that all its views share.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class ImageOptions:
         hue: Shift drawn from [-x, x], turns of the colour circle.
         cell: Sides become multiples of this, pixels.
         augment: Random crop and jitter in training; false takes the centre crop always.
+        first_resize: Where the source is brought to the short edge: ``decoder`` while decoding (bilinear with
+            antialiasing, small pictures travel), ``area`` by area averages as the original does (full-size
+            pictures travel through the host).
     """
 
     short_edge: int = 256
@@ -40,6 +44,7 @@ class ImageOptions:
     hue: float = 0.08
     cell: int = 28
     augment: bool = True
+    first_resize: Literal["decoder", "area"] = "decoder"
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.crop_fraction <= 1.0:
@@ -121,15 +126,45 @@ def plan_decoded(height: int, width: int, options: ImageOptions) -> ImagePlan:
 
 
 def resize_uint8(images: Tensor, size: tuple[int, int], *, mode: str) -> Tensor:
-    """Resize (N, C, H, W) of values 0..255 in float32 and round back to whole values."""
+    """Resize (N, C, H, W) of values 0..255 in float32 and round back to whole values.
+
+    ``area`` averages what a target pixel covers; other modes are torch's, with antialiasing.
+    """
     if images.shape[-2:] == size:
         return images
-    shrinks = size[0] < images.shape[-2] or size[1] < images.shape[-1]
-    if mode == "area" and shrinks:
-        return functional.interpolate(images, size=size, mode="area").round_()
-    kind = "bilinear" if mode == "area" else mode
-    result = functional.interpolate(images, size=size, mode=kind, align_corners=False, antialias=True)
+    if mode == "area":
+        return area_resize(area_resize(images, size[0], dim=-2), size[1], dim=-1).round_()
+    result = functional.interpolate(images, size=size, mode=mode, align_corners=False, antialias=True)
     return result.clamp_(0, 255).round_()
+
+
+def area_resize(images: Tensor, length: int, *, dim: int) -> Tensor:
+    """Resize one dimension: each target pixel is the mean of the source under it, parts of pixels weighted.
+
+    Torch's own ``area`` mode takes whole source pixels only, and repeats pixels where it enlarges.
+    """
+    if images.shape[dim] == length:
+        return images
+    index, weight = _area_taps(images.shape[dim], length, images.device)
+    shape = [1] * images.dim()
+    shape[dim] = length
+    result = images.index_select(dim, index[0]) * weight[0].view(shape)
+    for places, shares in zip(index[1:], weight[1:], strict=True):
+        result.addcmul_(images.index_select(dim, places), shares.view(shape))
+    return result
+
+
+def _area_taps(source: int, target: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return source places (taps, target) and their shares; made on the device, in whole numbers.
+
+    In units of 1 / (source * target), pixel ``i`` of the target covers [i * source, (i + 1) * source), pixel
+    ``p`` of the source [p * target, (p + 1) * target).
+    """
+    taps = -(-source // target) + 1
+    start = torch.arange(target, device=device) * source
+    place = start // target + torch.arange(taps, device=device)[:, None]
+    covered = torch.minimum(start + source, (place + 1) * target) - torch.maximum(start, place * target)
+    return place.clamp_(max=source - 1), covered.clamp_(min=0).float() / source
 
 
 def crop_images(images: Tensor, size: tuple[int, int], offsets: Tensor | None) -> Tensor:

@@ -20,12 +20,21 @@ _LOW_HIGH = {"min_max": ("min", "max"), "q01_q99": ("q01", "q99")}
 
 @dataclass(frozen=True, kw_only=True)
 class Affine:
-    """``y = (x - offset) * factor + shift``; elements of factor 0 map to zero and back to ``offset``."""
+    """``y = (x - offset) * factor + shift``; elements of factor 0 map to zero and back to ``offset``.
+
+    Attributes:
+        offset: Subtracted first.
+        factor: Multiplied by; 0 where a channel has no spread.
+        shift: Added last.
+        clip: Clip normalised values to [-1, 1].
+        clip_back: Clip values to [-1, 1] before :meth:`backward`; mean and deviation are not clipped there.
+    """
 
     offset: Array
     factor: Array
     shift: float
     clip: bool
+    clip_back: bool = False
 
     def forward(self, x: Array) -> Array:
         """Normalise."""
@@ -34,8 +43,8 @@ class Affine:
         return np.clip(y, -1, 1) if self.clip else y
 
     def backward(self, y: Array) -> Array:
-        """Undo :meth:`forward`; clips first where forward clipped."""
-        y = np.clip(y, -1, 1) if self.clip else y
+        """Undo :meth:`forward`."""
+        y = np.clip(y, -1, 1) if self.clip_back else y
         safe = np.where(self.factor == 0, np.float32(1), self.factor)
         return np.where(
             self.factor == 0, self.offset, (y - np.float32(self.shift)) / safe + self.offset
@@ -76,7 +85,7 @@ def affine_of(kind: str, statistics: Mapping[str, object], part: slice, *, clip:
     low, high = (values(name) for name in _LOW_HIGH[kind])
     flat = np.isclose(low, high)
     factor = np.where(flat, np.float32(0), 2 / np.where(flat, np.float32(1), high - low))
-    return Affine(offset=low, factor=factor.astype(np.float32), shift=-1.0, clip=clip)
+    return Affine(offset=low, factor=factor.astype(np.float32), shift=-1.0, clip=clip, clip_back=clip)
 
 
 @dataclass(frozen=True, kw_only=True)
