@@ -66,6 +66,7 @@ def test_a_pillar_passes_its_own_tests_from_its_wheel_alone(package: str, tmp_pa
     )  # fmt: skip
     # The tests are copied beside an own configuration, so that nothing of the checkout is importable.
     shutil.copytree(ROOT / "packages" / package / "tests", tmp_path / "suite" / "tests")
+    shutil.copy(ROOT / "packages" / package / "README.md", tmp_path / "suite")
     (tmp_path / "suite" / "pytest.ini").write_text(
         "[pytest]\naddopts = --import-mode=importlib --strict-markers\ntimeout = 300\n"
         "markers =\n    gpu: GPU\n    slow: slow\n    netns: namespaces\n"

@@ -84,8 +84,7 @@ def _named_loss(result: object) -> Mapping[str, Tensor]:
         return {"loss": result[0]}
     message = (
         f"the model returned {type(result).__name__} without a loss: allowed are a scalar tensor, a mapping "
-        f"or object "
-        "with `loss`, or a tuple that starts with the loss"
+        "or object with `loss`, or a tuple that starts with the loss"
     )
     raise ConfigError(message)
 
@@ -141,9 +140,7 @@ def sample_ids(batch: object) -> list[int]:
 
 
 def add_draws(model: nn.Module, batch: object, *, seed: int, epoch: int) -> object:
-    """Let the model draw its random numbers for this micro-batch, keyed by sample where the batch names
-    them.
-    """
+    """Let the model draw a micro-batch's random numbers, keyed by sample where the batch names them."""
     if not isinstance(model, Draws) or not isinstance(batch, Mapping):
         return batch
     ids = sample_ids(batch)

@@ -27,8 +27,7 @@ class PillarConfig:
 
     mem: Literal["off", "auto", "advisor", "pool", "global"] = "off"
     """Memory pillar: off; auto = pool on a GPU, else off; advisor = statistics only; pool = weights and
-    optimizer
-    state in a pool of their own; global = every device tensor is placed by us."""
+    optimizer state in a pool of their own; global = every device tensor is placed by us."""
     mem_pool_gb: float | None = None
     """Size of the memory pool in GB; None lets the pillar choose."""
     comm: Literal["off", "hybrid", "simple"] = "hybrid"
@@ -41,10 +40,16 @@ class PillarConfig:
     """ADFEDataLoader, or torch's DataLoader when off."""
     prefetch_factor: int = 2
     """Batches loaded ahead per loader worker."""
+    device_prefetch: int = 2
+    """Micro-batches copied to the GPU ahead of their step on a stream of their own; 0 copies at the step.
+    Works with ADFEDataLoader and a CUDA device."""
     fuse: int | Literal["off", "auto"] = "off"
     """Micro-batches per fused forward/backward: a divisor of the accumulation, auto, or off."""
     graph: bool = False
     """CUDA graph replay of forward and backward (CUDA only)."""
+    fill_windows: bool = True
+    """With graphs: fill an epoch's last, shorter window with samples without weight, so that it replays
+    too."""
     fused_ops: bool = False
     """Replace chosen modules by fused kernels."""
 
@@ -63,6 +68,8 @@ class CheckpointConfig:
     """Write in a thread from a host copy (at most one copy alive)."""
     model_format: Literal["pt", "safetensors", "both"] = "pt"
     """File format of the weights: model.pt, model.safetensors, or both."""
+    layout: Literal["whole", "sharded"] = "whole"
+    """whole = gathered into plain files on rank 0; sharded = every rank (fsdp2, hsdp) writes its own part."""
     timeout_s: float = 600.0
     """Longest wait for the files of the other ranks, in seconds."""
     failures_allowed: int = 2
@@ -148,8 +155,7 @@ class TrainConfig:
     resume: str = "auto"
     """auto = newest complete checkpoint of the run directory, if any; never; or a checkpoint directory."""
     allow_mismatch: bool = False
-    """Resume although data set, world size or accumulation changed; the data position starts a fresh
-    epoch."""
+    """Resume although data set or number of ranks changed; the data position starts a fresh epoch."""
     log_interval: int = 1
     """Steps between two lines on the terminal (the step record is always written)."""
     sinks: tuple[str, ...] = ()
@@ -191,6 +197,18 @@ class TrainConfig:
         if self.checkpoint.keep_last < 1:
             keep = self.checkpoint.keep_last
             message = f"checkpoint.keep_last is {keep}: allowed is 1 or more, the newest always stays"
+            raise ConfigError(message)
+        if self.checkpoint.layout == "sharded" and self.strategy not in {"fsdp2", "hsdp"}:
+            message = (
+                f"checkpoint.layout is sharded with strategy {self.strategy}, which keeps whole weights on "
+                "every rank: allowed is whole, or sharded with strategy fsdp2 or hsdp"
+            )
+            raise ConfigError(message)
+        if self.pillars.device_prefetch < 0 or self.pillars.prefetch_factor < 1:
+            message = (
+                f"pillars.device_prefetch is {self.pillars.device_prefetch} and pillars.prefetch_factor "
+                f"{self.pillars.prefetch_factor}: allowed are 0 (off) or more, and 1 or more"
+            )
             raise ConfigError(message)
         check_fusion(self.pillars.fuse, self.accumulation)
 

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from loongforge.parallel.sharded import local, split_like
+
 
 class WeightAverage:
     """Keeps ``average = decay * average + (1 - decay) * weight`` in float32 for every parameter.
+
+    Averages of sharded weights are sharded like them.
 
     Args:
         model: Model whose parameters are averaged, by name.
@@ -31,14 +35,20 @@ class WeightAverage:
         """Take in the present weights; a skipped step (a device flag, not read here) changes nothing."""
         share = self._share if skipped is None else torch.where(skipped > 0, 0.0, self._share)
         for name, parameter in self._parameters.items():
-            self._average[name].lerp_(parameter.detach().float(), share)
+            local(self._average[name]).lerp_(local(parameter.detach()).float(), share)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Start again from the present weights."""
+        for name, parameter in self._parameters.items():
+            self._average[name].copy_(parameter.detach())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages by parameter name."""
+        """Return the averages by parameter name, each where its parameter is."""
         return dict(self._average)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over stored averages.
+        """Take over stored averages: whole tensors, equal on all ranks.
 
         Raises:
             ValueError: Names differ.
@@ -48,7 +58,7 @@ class WeightAverage:
             msg = f"weight average: missing {sorted(missing)[:5]}, not in the model {sorted(extra)[:5]}"
             raise ValueError(msg)
         for name, value in state.items():
-            self._average[name].copy_(value)
+            self._average[name].copy_(split_like(value, self._average[name]))
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:

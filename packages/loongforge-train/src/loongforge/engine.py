@@ -29,6 +29,7 @@ from loongforge.pillars import MemoryPillar
 from loongforge.ranks import Agreement, Ranks, Vote
 from loongforge.recorder import PendingStep, Recorder
 from loongforge.sources import BatchSource
+from loongforge.staging import StagedBatch, host_of
 from loongforge.window import Outcome, WindowRunner
 
 
@@ -85,6 +86,8 @@ class StepEngine:
         self._rate = 0.0
         self.around: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
         """Context around the work of a step, by its number; the session puts probes here."""
+        self.validated: Callable[[int], float | None] = lambda step: None
+        """Loss on held-out samples after a step, by its number, or None; the session measures it."""
 
     def run_step(self) -> bool:
         """Do one optimizer step; return False when the data of the last epoch is used up."""
@@ -98,6 +101,7 @@ class StepEngine:
         with parts.memory.step(), self.around(self.at.step + 1):
             with clock.phase("h2d"):
                 batches = [self._to_device(batch) for batch in window]
+            window = [host_of(batch) for batch in window]
             outcome = self._forward_backward(batches, clock, agreed)
             with clock.phase("comm"):
                 parts.parallel.finish()
@@ -110,8 +114,7 @@ class StepEngine:
         parts.parallel.step_end(self.at.step)
         return True
 
-    # -- data
-    # ---------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------
 
     def _collect(self) -> list[object] | None:
         """Take the next window and agree about it; windows never cross the end of an epoch."""
@@ -128,7 +131,7 @@ class StepEngine:
             agreed = parts.ranks.agree(
                 Vote(
                     micro_batches=len(window),
-                    valid=count_valid(parts.model, window),
+                    valid=count_valid(parts.model, [host_of(batch) for batch in window]),
                     stop=self.at.stop_requested,
                     failed=self.at.failed is not None,
                     command=command,
@@ -159,7 +162,7 @@ class StepEngine:
     def _count_again(self, window: list[object], agreed: Agreement) -> Agreement:
         vote = Vote(
             micro_batches=len(window),
-            valid=count_valid(self.parts.model, window),
+            valid=count_valid(self.parts.model, [host_of(batch) for batch in window]),
             stop=agreed.stop,
             command=agreed.command,
         )
@@ -172,11 +175,12 @@ class StepEngine:
         return self.at.agreed
 
     def _to_device(self, batch: object) -> Mapping[str, object]:
+        if isinstance(batch, StagedBatch):
+            return batch.device  # type: ignore[return-value]
         drawn = add_draws(self.parts.model, batch, seed=self.parts.seed, epoch=self.parts.source.epoch)
         return move(drawn, self.parts.ranks.device)  # type: ignore[return-value]
 
-    # -- forward, backward, communication
-    # ------------------------------------------------------------------------
+    # -- forward, backward, communication ----------------------------------------------------------
 
     def _forward_backward(
         self, batches: list[Mapping[str, object]], clock: StepClock, agreed: Agreement
@@ -204,8 +208,7 @@ class StepEngine:
         with torch.autocast(self.parts.ranks.device.type, dtype=self.parts.autocast):
             yield
 
-    # -- optimizer
-    # -----------------------------------------------------------------------------------------------
+    # -- optimizer ---------------------------------------------------------------------------------
 
     def _update(self, outcome: Outcome, agreed: Agreement) -> tuple[Tensor, Tensor, Tensor]:
         """Unscale, clip, guard, step; return (gradient norm, global loss, skipped) without reading them."""
@@ -224,8 +227,7 @@ class StepEngine:
         parts.optimizer.zero_grad(set_to_none=not parts.keep_gradients)
         return norm, loss, bad
 
-    # -- record
-    # --------------------------------------------------------------------------------------------------
+    # -- record ------------------------------------------------------------------------------------
 
     def _record(
         self,
@@ -260,6 +262,8 @@ class StepEngine:
                 fusion_reason=outcome.reason,
                 graph=getattr(outcome, "graph", None),
                 graph_reason=getattr(outcome, "graph_reason", None),
+                filled=getattr(outcome, "filled", 0),
+                validation_loss=self.validated(self.at.step),
                 data=parts.source.stats(),
                 mem=parts.memory.stats(),
                 comm=parts.parallel.stats(),

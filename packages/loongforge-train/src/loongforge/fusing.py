@@ -10,6 +10,7 @@ from torch import nn
 from loongforge.batches import Backward
 from loongforge.config import TrainConfig
 from loongforge.errors import ConfigError, require
+from loongforge.filling import WindowFiller, cut
 from loongforge.ranks import Ranks
 from loongforge.window import EagerWindow, Outcome, Sync, WindowRunner
 
@@ -21,11 +22,17 @@ class FusedWindow:
 
     A replay holds forward and backward, so no backward of our own can run inside it: with graphs the fuser's
     own is used, and gradients are brought together after the window.
+
+    Args:
+        fuser: The fuser.
+        graph: Whether its executor replays graphs.
+        filler: Brings an epoch's last window to the size of the others; None leaves it as it is.
     """
 
-    def __init__(self, fuser: WindowRunner, *, graph: bool) -> None:
+    def __init__(self, fuser: WindowRunner, *, graph: bool, filler: WindowFiller | None = None) -> None:
         self.fuser = fuser
         self._graph = graph
+        self._filler = filler
 
     def run(
         self,
@@ -37,7 +44,12 @@ class FusedWindow:
     ) -> Outcome:
         """Run forward and backward of the window; the batches already hold the model's draws."""
         chosen = None if self._graph else backward
-        return self.fuser.run(window, backward=chosen, divisor=divisor, sync=sync, drawn=True)  # type: ignore[call-arg]
+        real, filled = len(window), 0
+        # Without a divisor every sample weighs something, so none can be added.
+        if self._filler is not None and divisor is not None:
+            window, filled = self._filler.fill(window)
+        outcome = self.fuser.run(window, backward=chosen, divisor=divisor, sync=sync, drawn=True)  # type: ignore[call-arg]
+        return cut(outcome, real, filled) if filled else outcome
 
 
 def build_runner(
@@ -79,7 +91,8 @@ def build_runner(
     )
     executor = None
     if config.pillars.graph:
-        executor = fuse.GraphRunner(module, fuse.GraphConfig(), scaler=scaler)  # type: ignore[attr-defined]
+        graphs = fuse.GraphConfig(hooks="refuse" if foreign_hooks else "allow")  # type: ignore[attr-defined]
+        executor = fuse.GraphRunner(module, graphs, scaler=scaler)  # type: ignore[attr-defined]
 
     def agree(values: tuple[int, ...]) -> tuple[int, ...]:
         rows = ranks.gather([float(value) for value in values])
@@ -88,7 +101,11 @@ def build_runner(
     fuser = fuse.MicroBatchFuser(  # type: ignore[attr-defined]
         module, settings, executor=executor, agree=agree if ranks.world_size > 1 else None
     )
-    return FusedWindow(fuser, graph=config.pillars.graph)
+    fill = config.pillars.graph and config.pillars.fill_windows
+    filler = (
+        WindowFiller(module, batch_size=config.batch_size, accumulation=config.accumulation) if fill else None
+    )
+    return FusedWindow(fuser, graph=config.pillars.graph, filler=filler)
 
 
 def has_hooks(model: nn.Module) -> bool:

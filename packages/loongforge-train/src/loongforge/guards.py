@@ -20,8 +20,8 @@ from loongforge.errors import DataExhaustedError, LoongForgeError, NonFiniteErro
 from loongforge.records import StepRecord
 
 READ_LAG = 9
-"""Steps after which every rank has certainly read a loss: the spike limit uses no newer one, so it is equal
-on all."""
+"""Steps after which every rank has certainly read a loss: the spike limit uses no newer one and is equal on
+all ranks."""
 SPIKE_WINDOW, SPIKE_LEAST = 64, 16
 
 
@@ -89,8 +89,8 @@ class Guard:
                 self.failure = SpikeError(
                     f"step {record.step}: the loss is {record.loss:.4g}, above {limit:.4g} "
                     f"({self.config.spike_factor} x the running median); samples of this rank: "
-                    f"{_named(sample_ids)}. "
-                    "Look at these samples, lower the learning rate, or set guards.spike_action to skip"
+                    f"{_named(sample_ids)}. Look at these samples, lower the learning rate, or set "
+                    "guards.spike_action to skip"
                 )
         elif record.loss is not None and not record.skipped:
             self._losses[record.step] = record.loss
@@ -111,15 +111,14 @@ class Guard:
                 f"step {record.step}: loss or gradient not finite in {self.skipped_in_row} step(s) in a row "
                 f"(allowed: fewer than {most}); samples of this rank with such a loss: {_named(suspects)}, "
                 f"all samples of the window: {_named(sample_ids)}. The weights are those of the last good "
-                f"step"
+                "step"
             )
 
     def no_step_possible(self, batches: int, accumulation: int) -> NoReturn:
         """Fail because no optimizer step could ever happen (fault T10)."""
         message = (
             f"an epoch has {batches} micro-batches on this rank and a step needs {accumulation}: no "
-            f"optimizer step "
-            "could ever happen. Add data, lower the batch size or the accumulation, or keep ragged windows"
+            "optimizer step could ever happen. Add data, lower batch size or accumulation, keep ragged ones"
         )
         raise DataExhaustedError(message)
 

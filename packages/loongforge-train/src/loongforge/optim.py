@@ -21,9 +21,7 @@ _IDENTITY = {"params", "names", "param_names"}
 def build_optimizer(
     groups: Sequence[Mapping[str, object]], config: TrainConfig, device: torch.device
 ) -> Optimizer:
-    """Return AdamW with the configured settings; fused on CUDA, where it also skips bad steps on the
-    device.
-    """
+    """Return AdamW with the configured settings; fused on CUDA, where it also skips bad steps by itself."""
     return AdamW([dict(group) for group in groups], **optimizer_settings(config, device))  # type: ignore[arg-type]
 
 
@@ -39,9 +37,7 @@ def optimizer_settings(config: TrainConfig, device: torch.device) -> dict[str, o
 
 
 def default_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Return two groups: matrices with weight decay, vectors (biases, norms) without; frozen ones left
-    out.
-    """
+    """Return two groups: matrices with weight decay, vectors (biases, norms) without; none of frozen ones."""
     decay = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     plain = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     groups: list[dict[str, object]] = [
@@ -112,8 +108,7 @@ def ordered_names(optimizer: Optimizer, model: nn.Module) -> list[str]:
             if id(parameter) not in names:
                 message = (
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does "
-                    f"not have: "
-                    "build the optimizer from model.parameters() after the model is final"
+                    "not have: build the optimizer from model.parameters() after the model is final"
                 )
                 raise CheckpointError(message)
             order.append(names[id(parameter)])
@@ -134,33 +129,60 @@ def load_named_state(optimizer: Optimizer, model: nn.Module, stored: Mapping[str
         raise CheckpointError(msg)
     order = ordered_names(optimizer, model)
     groups = _groups(stored)
-    known = [str(name) for group in groups for name in group["params"]]  # type: ignore[attr-defined]
-    missing, extra = sorted(set(order) - set(known)), sorted(set(known) - set(order))
-    if missing or extra:
-        message = (
-            f"optimizer state does not fit the model: not in the checkpoint {_some(missing)}; only in the "
-            f"checkpoint "
-            f"{_some(extra)}. Train the model the checkpoint was written with, or start with fresh moments"
-        )
-        raise CheckpointError(message)
+    _check_names(order, groups)
     state = stored["state"]
     if not isinstance(state, Mapping):
         msg = "the optimizer state in the checkpoint is not a mapping: the file is damaged"
         raise CheckpointError(msg)
     parameters = dict(model.named_parameters())
     _check_shapes(state, parameters)
+    positional_groups = _positional_groups(optimizer, order, groups)
+    positional = {order.index(str(name)): dict(values) for name, values in state.items()}
+    optimizer.load_state_dict({"state": positional, "param_groups": positional_groups})
+    _restore_dtypes(optimizer, parameters, state)
+
+
+def load_group_settings(optimizer: Optimizer, model: nn.Module, stored: Mapping[str, object]) -> None:
+    """Restore the settings of the groups alone (rates, decay), by the names of their parameters.
+
+    Raises:
+        CheckpointError: Names differ; the message lists them.
+    """
+    order = ordered_names(optimizer, model)
+    groups = _groups(stored)
+    _check_names(order, groups)
+    for group, settings in zip(
+        optimizer.param_groups, _positional_groups(optimizer, order, groups), strict=True
+    ):
+        group.update({key: value for key, value in settings.items() if key not in _IDENTITY})
+
+
+def _check_names(order: Sequence[str], groups: Sequence[Mapping[str, object]]) -> None:
+    known = [str(name) for group in groups for name in group["params"]]  # type: ignore[attr-defined]
+    missing, extra = sorted(set(order) - set(known)), sorted(set(known) - set(order))
+    if missing or extra:
+        message = (
+            f"optimizer state does not fit the model: not in the checkpoint {_some(missing)}; only in the "
+            f"checkpoint {_some(extra)}. Train the model the checkpoint was written with, or start with "
+            "fresh moments"
+        )
+        raise CheckpointError(message)
+
+
+def _positional_groups(
+    optimizer: Optimizer, order: Sequence[str], groups: Sequence[Mapping[str, object]]
+) -> list[dict[str, object]]:
+    """Return the optimizer's own groups by position, with the stored settings of their first parameter."""
     group_of = {str(name): group for group in groups for name in group["params"]}  # type: ignore[attr-defined]
-    position, positional_groups = 0, []
+    position, result = 0, []
     for group in optimizer.param_groups:
         source = group_of[order[position]] if group["params"] else group
         size = len(group["params"])
         settings = {key: value for key, value in source.items() if key not in _IDENTITY}
         own = {key: group[key] for key in _IDENTITY - {"params"} if key in group}
-        positional_groups.append({**settings, **own, "params": list(range(position, position + size))})
+        result.append({**settings, **own, "params": list(range(position, position + size))})
         position += size
-    positional = {order.index(str(name)): dict(values) for name, values in state.items()}
-    optimizer.load_state_dict({"state": positional, "param_groups": positional_groups})
-    _restore_dtypes(optimizer, parameters, state)
+    return result
 
 
 def _restore_dtypes(

@@ -1,6 +1,4 @@
-"""The memory pillar as the trainer sees it: a small protocol, its ``off``, and how the real one is plugged
-in.
-"""
+"""The memory pillar as the trainer sees it: a protocol, its ``off``, and how the real one is plugged in."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ class NoMemoryPillar:
 
 
 class OrchestratedMemory:
-    """``loongforge_mem.MemoryOrchestrator`` behind :class:`MemoryPillar`; made before anything is on the
-    GPU.
-    """
+    """``loongforge_mem.MemoryOrchestrator`` as a :class:`MemoryPillar`; made before the GPU is used."""
 
     def __init__(self, config: PillarConfig, mode: str) -> None:
         mem = require("loongforge_mem", "loongforge-mem", "switch the memory pillar off (--mem off)")

@@ -90,8 +90,7 @@ def _read(path: Path) -> str:
 
 def _child(path: str, arguments: list[str], variables: dict[str, str], rank: int) -> None:
     os.environ.update(variables)
-    # The server hands its own start method down; loader workers of the script shall start as they do
-    # anywhere.
+    # The server hands its own start method down; loader workers of the script start as anywhere.
     multiprocessing.set_start_method("fork", force=True)
     script = Path(path)
     for number, suffix in ((1, "out"), (2, "err")):

@@ -140,6 +140,15 @@ class Ranks:
             dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
+    @property
+    def votes(self) -> dist.ProcessGroup | None:
+        """The Gloo group of all ranks for small host data; None on one rank."""
+        return self._votes
+
+    def host_group(self, *, timeout_s: float) -> dist.ProcessGroup:
+        """Return a new Gloo group of all ranks, for collectives of another thread (a collective itself)."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
     def barrier(self) -> None:
         """Wait until all ranks are here (its own group and timeout, fault C21)."""
         if self.world_size > 1:

@@ -1,6 +1,4 @@
-"""Turns finished steps into step records, late: a record is written once the device has passed the step's
-last mark.
-"""
+"""Turns finished steps into step records, once the device has passed the step's last mark."""
 
 from __future__ import annotations
 
@@ -44,6 +42,7 @@ class PendingStep:
     data: Mapping[str, float] = field(default_factory=dict)
     mem: Mapping[str, float] = field(default_factory=dict)
     comm: Mapping[str, float] = field(default_factory=dict)
+    filled: int = 0
     checkpoint_ms: float = 0.0
     validation_loss: float | None = None
     ops: int | None = None
@@ -51,7 +50,7 @@ class PendingStep:
     sync_count: int | None = None
     sync_ms: float | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
-    values: Tensor | None = None
+    values: Tensor | list[float] | None = None
     """Loss, norm, skipped and micro-losses in host memory; valid once ``copied`` has passed."""
     copied: torch.cuda.Event | None = None
 
@@ -62,13 +61,13 @@ class PendingStep:
         """
         device = self.loss.device
         scalars = [self.loss, self.norm, self.skipped, *self.micro_losses]
-        tensors = [torch.as_tensor(value, dtype=torch.float32) for value in scalars]
         if device.type != "cuda":
-            self.values = torch.stack([value.detach().cpu() for value in tensors])
+            self.values = [float(value) for value in scalars]
             return
+        tensors = [torch.as_tensor(value, dtype=torch.float32) for value in scalars]
         packed = torch.stack([value.detach().to(device, non_blocking=True) for value in tensors])
-        self.values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        self.values.copy_(packed, non_blocking=True)
+        staged = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        self.values = staged.copy_(packed, non_blocking=True)
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.copied.record()
 
@@ -80,7 +79,7 @@ class PendingStep:
         """Return the values; waits for their copy, which is long done unless the run is ending."""
         if self.copied is not None:
             self.copied.synchronize()
-        return [] if self.values is None else [float(value) for value in self.values.tolist()]
+        return self.values.tolist() if isinstance(self.values, Tensor) else list(self.values or ())
 
 
 class Recorder:
@@ -102,7 +101,6 @@ class Recorder:
         self._previous: StepClock | None = None
         self._previous_end: float | None = None
         self._checkpoint_ms = 0.0
-        self._validation_loss: float | None = None
         self._probe: dict[str, float] = {}
         self._util: tuple[float, float | None] = (0.0, None)
         self.listeners: list[Listener] = []
@@ -110,7 +108,6 @@ class Recorder:
     def submit(self, pending: PendingStep) -> None:
         """Take a finished step; write every step that the device has passed."""
         pending.checkpoint_ms, self._checkpoint_ms = self._checkpoint_ms, 0.0
-        pending.validation_loss, self._validation_loss = self._validation_loss, None
         if self._probe:
             pending.ops, pending.sync_count = int(self._probe["ops"]), int(self._probe["sync_count"])
             pending.sync_ms, pending.op_cost_us = self._probe["sync_ms"], self._probe["op_cost_us"]
@@ -129,10 +126,6 @@ class Recorder:
     def note_checkpoint(self, ms: float) -> None:
         """Add host time spent on a checkpoint at the step border; it stands in the next record."""
         self._checkpoint_ms += ms
-
-    def note_validation(self, loss: float) -> None:
-        """Put a loss on held-out samples into the next record."""
-        self._validation_loss = loss
 
     def note_probe(self, probe: Mapping[str, float]) -> None:
         """Attach the counts of a probed step to its record."""
@@ -192,6 +185,7 @@ class Recorder:
             fusion_reason=pending.fusion_reason,
             graph=pending.graph,
             graph_reason=pending.graph_reason,
+            filled_samples=pending.filled,
             skipped=bool(skipped),
             launch_ms=clock.host_ms("window") + clock.host_ms("optimizer"),
             ops=pending.ops,

@@ -61,6 +61,8 @@ class StepRecord:
     fusion_reason: str | None = None
     graph: bool | None = None
     graph_reason: str | None = None
+    filled_samples: int = 0
+    """Samples without weight that brought an epoch's last window to the size of the others."""
     skipped: bool = False
     """True when the update was skipped (loss or gradient not finite, or a spike)."""
     spike: bool = False
@@ -74,7 +76,7 @@ class StepRecord:
     """Host syncs (item, nonzero, copies to the host) in a probed step."""
     sync_ms: float | None = None
     validation_loss: float | None = None
-    """Loss on held-out samples, measured at the border before this step."""
+    """Loss on held-out samples after this step; null where it was not measured."""
     heartbeat: float | None = None
     """Seconds since the communication pillar last heard of all ranks."""
     data: Mapping[str, float] = field(default_factory=dict)
@@ -86,15 +88,14 @@ class StepRecord:
 
     def to_json(self) -> str:
         """Return the record as one line of strict JSON: NaN and infinities become null."""
-        values = {entry.name: getattr(self, entry.name) for entry in _FIELDS}
         try:
-            return json.dumps(values, separators=(",", ":"), allow_nan=False)
+            return _ENCODER.encode(vars(self))
         except ValueError:
-            return json.dumps(_finite(values), separators=(",", ":"), allow_nan=False)
+            return _ENCODER.encode(_finite(vars(self)))
 
 
-_FIELDS = dataclasses.fields(StepRecord)
-FIELD_NAMES = tuple(entry.name for entry in _FIELDS)
+FIELD_NAMES = tuple(entry.name for entry in dataclasses.fields(StepRecord))
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def _finite(value: object) -> object:

@@ -22,6 +22,7 @@ from loongforge.recipes import Recipe, get_recipe
 from loongforge.rng import seed_rank
 from loongforge.session import AUTOCAST, Callback, Session, build_parts
 from loongforge.sources import BatchSource
+from loongforge.staging import stage
 
 log = logging.getLogger("loongforge")
 Collate = Callable[[Sequence[object]], object]
@@ -63,6 +64,8 @@ def build_run(config: TrainConfig, *, ranks: Ranks | None = None, callbacks: Seq
     graph = describe_modules(config, model, dataset, collate, ranks)  # type: ignore[arg-type]
     seed_rank(config.seed, ranks.rank)
     loader = build_loader(dataset, collate, config, ranks)  # type: ignore[arg-type]
+    if config.pillars.data == "on":
+        loader = stage(loader, model, ranks.device, seed=config.seed, depth=config.pillars.device_prefetch)
     fingerprint = getattr(dataset, "fingerprint", None)
     source = BatchSource(loader, fingerprint=None if fingerprint is None else str(fingerprint))
     groups = functools.partial(recipe.param_groups, learning_rate=config.learning_rate)

@@ -1,7 +1,6 @@
-"""A training session: builds the parts, runs steps, and does what belongs between two steps.
+"""A training session: owns the run directory, runs steps, and does what belongs between two of them.
 
-``build_parts`` composes the pillars around a model; :class:`Session` owns the run directory (records,
-checkpoints, control socket, watchdog) and the loop. The command line and
+That is records, checkpoints, control socket, watchdog, signals. The command line and
 :class:`loongforge.trainer.LoongTrainer` both use it.
 """
 
@@ -16,41 +15,30 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from loongforge.batches import CountsLoss
 from loongforge.checkpoint.find import find_newest, require_complete
 from loongforge.checkpoint.state import Restored, restore, take_snapshot
 from loongforge.checkpoint.write import CheckpointWriter
+from loongforge.composition import AUTOCAST, build_parts, total_or_none, total_steps
 from loongforge.config import TrainConfig
 from loongforge.control.live import Live
-from loongforge.ema import WeightAverage
 from loongforge.engine import Parts, StepEngine
-from loongforge.errors import CheckpointError, ConfigError, LoongForgeError
-from loongforge.fusing import build_runner, has_hooks, patch_operators
-from loongforge.guards import Guard
-from loongforge.nvml import utilisation_reader
-from loongforge.optim import build_schedule, default_groups
-from loongforge.parallel import build_parallel
-from loongforge.pillars import MemoryPillar, build_memory
+from loongforge.errors import CheckpointError, LoongForgeError
 from loongforge.probe import operator_cost_us, probed
-from loongforge.ranks import Ranks
-from loongforge.recorder import Recorder
 from loongforge.records import METRICS_FILE, StepRecord, drop_after
 from loongforge.signals import StopRequest, watch_signals
 from loongforge.sinks import JsonlSink, Sink, TerminalSink, build_sink
-from loongforge.sources import BatchSource
 from loongforge.watchdog import Watchdog
 
+__all__ = ["AUTOCAST", "Callback", "Result", "Session", "build_parts", "total_steps"]
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 log = logging.getLogger("loongforge")
-Groups = Callable[[nn.Module, float], list[dict[str, object]]]
 Callback = Callable[[StepRecord], object]
 FIRST_PROBE = 6
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,91 +51,6 @@ class Result:
     metrics: Path
     checkpoint: Path | None
     resumed_from: Path | None
-
-
-def build_parts(
-    config: TrainConfig,
-    model: nn.Module,
-    source: BatchSource,
-    ranks: Ranks,
-    *,
-    module: nn.Module | None = None,
-    groups: Groups = default_groups,
-    optimizer: Optimizer | None = None,
-    schedule: LRScheduler | None = None,
-    memory: MemoryPillar | None = None,
-) -> Parts:
-    """Compose model, pillars and optimizer into the parts of a step.
-
-    Args:
-        config: The run.
-        model: Bare model, already with its initial weights (equal on all ranks).
-        source: Micro-batches of this rank.
-        ranks: This process among its peers.
-        module: What the forward calls when it is not the model itself (a compiled or adapted one).
-        groups: Makes optimizer groups of a model.
-        optimizer: A ready optimizer, instead of AdamW over ``groups``.
-        schedule: A ready schedule, instead of the configured one.
-        memory: The memory pillar, when it had to be made before the model was.
-    """
-    memory = memory or build_memory(config.pillars, ranks.device)
-    with memory.persistent():
-        model.to(ranks.device)
-    foreign_hooks = has_hooks(model)
-    if config.pillars.fused_ops:
-        patch_operators(model)
-    called = module if module is not None else model
-    if config.compile:
-        called = torch.compile(called)  # type: ignore[assignment]
-    parallel = build_parallel(model, called, ranks, config)
-    if optimizer is None:
-        optimizer = parallel.optimizer(groups(model, config.weight_decay), config)
-    if schedule is None:
-        schedule = build_schedule(optimizer, config, total_steps(config, source))
-    memory.attach(model, optimizer)
-    device = ranks.device
-    scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
-    return Parts(
-        model=model,
-        runner=build_runner(
-            config,
-            parallel.module,
-            ranks,
-            scaler=scaler,
-            foreign_hooks=foreign_hooks,
-            counts=isinstance(model, CountsLoss),
-        ),
-        parallel=parallel,
-        optimizer=optimizer,
-        schedule=schedule,
-        source=source,
-        ranks=ranks,
-        memory=memory,
-        recorder=Recorder(device, ranks.rank, gpu_util=utilisation_reader(device)),
-        guard=Guard(config.guards),
-        accumulation=config.accumulation,
-        seed=config.seed,
-        clip_norm=config.clip_norm,
-        autocast=AUTOCAST[config.precision],
-        scaler=scaler,
-        average=WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None,
-        drop_ragged=config.drop_ragged,
-        keep_gradients=config.pillars.graph,
-    )
-
-
-def total_steps(config: TrainConfig, source: BatchSource) -> int:
-    """Return the optimizer steps of the whole run, by steps or by epochs (ragged windows count)."""
-    per_epoch = source.batches_per_epoch()
-    by_epochs = None
-    if config.epochs is not None and per_epoch is not None:
-        windows = per_epoch / config.accumulation
-        by_epochs = config.epochs * (math.floor(windows) if config.drop_ragged else math.ceil(windows))
-    limits = [limit for limit in (config.steps, by_epochs) if limit is not None]
-    if not limits:
-        msg = "epochs is set but the loader has no length: pass --steps N as well"
-        raise ConfigError(msg)
-    return min(limits)
 
 
 class Session:
@@ -165,7 +68,7 @@ class Session:
         self.engine = StepEngine(parts, epochs=config.epochs)
         self.run_dir = Path(config.output)
         self.ranks = parts.ranks
-        self.total = _total_or_none(config, parts.source)
+        self.total = total_or_none(config, parts.source)
         self._callbacks = list(callbacks)
         self._losses: deque[float] = deque(maxlen=50)
         attempt = self.ranks.broadcast_text(f"{time.time_ns():x}-{os.getpid():x}")
@@ -175,6 +78,7 @@ class Session:
             world_size=self.ranks.world_size,
             attempt=attempt,
             config=config.checkpoint,
+            shard_group=self._shard_group(),
         )
         self.watchdog = Watchdog(
             self.run_dir / "stacks",
@@ -186,6 +90,7 @@ class Session:
         self.live: Live | None = None
         self.validation: Callable[[], float] | None = None
         """Measures the loss on held-out samples; set by what builds the run."""
+        self.engine.validated = self._validated
         self._operator_cost: float | None = None
         if config.probe_interval and not config.compile and config.strategy in {"ddp", "zero1"}:
             self.engine.around = self._probe
@@ -234,12 +139,15 @@ class Session:
         self._raise_or_tell(self.parts.guard.failure)
         if self.live is not None:
             self.live.at_border()
-        validate = self.config.validate_every
-        if self.validation is not None and validate and self.engine.at.step % validate == 0:
-            self.parts.recorder.note_validation(self.validation())
         every = self.config.checkpoint.every
         if every and self.engine.at.step % every == 0:
             self._periodic_save()
+
+    def _validated(self, step: int) -> float | None:
+        """Measure the loss on held-out samples after a step, where it is due."""
+        every = self.config.validate_every
+        due = self.validation is not None and every > 0 and step % every == 0
+        return self.validation() if self.validation is not None and due else None
 
     def _periodic_save(self) -> None:
         """Write a checkpoint in mid-run; a failure is logged, and fatal when it repeats."""
@@ -270,8 +178,7 @@ class Session:
             self._operator_cost = operator_cost_us(self.ranks.device)
         return probed(self._operator_cost, self.parts.recorder.note_probe)
 
-    # -- checkpoints
-    # --------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def resume(self) -> Restored | None:
         """Find and restore the checkpoint the configuration names; the same one on all ranks."""
@@ -325,18 +232,39 @@ class Session:
         return str(found.folder) if found.folder is not None else ""
 
     def save(self, *, background: bool | None = None) -> None:
-        """Write a checkpoint of the present step (all ranks together)."""
+        """Write a checkpoint of the present step (all ranks together).
+
+        Raises:
+            CheckpointError: An earlier write in the background failed, on this rank or another: nothing new
+                was begun, on any rank.
+        """
         self.watchdog.beat(self.engine.at.step)
+        self._agree_on_earlier_write()
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         snapshot = take_snapshot(self.engine, self.config, loss=loss)
         self.writer.write(snapshot, background=background)
         self._saved_step = self.engine.at.step
 
+    def _agree_on_earlier_write(self) -> None:
+        """Wait for the write before; when it failed anywhere, no rank begins the next."""
+        failure: CheckpointError | None = None
+        try:
+            self.writer.wait()
+        except CheckpointError as error:
+            failure = error
+        self._raise_everywhere(failure, "the checkpoint before")
+
+    def _shard_group(self) -> ProcessGroup | None:
+        """Return the group in which shards are written beside training, where the layout asks for it."""
+        if self.config.checkpoint.layout != "sharded" or not self.parts.parallel.sharded:
+            return None
+        return self.ranks.host_group(timeout_s=self.config.checkpoint.timeout_s)
+
     def _final_checkpoint(self) -> None:
         """Write the last checkpoint in the foreground, and agree that every rank's part is on the disk."""
         failure: CheckpointError | None = None
         try:
-            self.writer.wait()
+            self._agree_on_earlier_write()
         except CheckpointError as error:
             log.warning("an earlier checkpoint failed: %s", error)
             self._saved_step = None
@@ -345,19 +273,22 @@ class Session:
                 self.save(background=False)
             except CheckpointError as error:
                 failure = error
+        self._raise_everywhere(failure, "the last checkpoint")
+
+    def _raise_everywhere(self, failure: CheckpointError | None, what: str) -> None:
+        """Raise on all ranks when something failed on one."""
         failed = [rank for rank, row in enumerate(self.ranks.gather([float(failure is not None)])) if row[0]]
         if failure is not None:
             raise failure
         if failed:
-            msg = f"the last checkpoint failed on rank(s) {failed}: see their logs; older ones are intact"
+            msg = f"{what} failed on rank(s) {failed}: see their logs; older ones are intact"
             raise CheckpointError(msg)
 
     def checkpoint_path(self) -> Path | None:
         """Return the newest complete checkpoint of the run directory."""
         return find_newest(self.run_dir, checksums=False).folder
 
-    # -- records
-    # ------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def _open_sinks(self) -> None:
         self._sinks.append(JsonlSink(self.run_dir))
@@ -394,10 +325,3 @@ class Session:
         self.parts.parallel.close()
         self.parts.memory.close()
         self.parts.source.close()
-
-
-def _total_or_none(config: TrainConfig, source: BatchSource) -> int | None:
-    try:
-        return total_steps(config, source)
-    except ConfigError:
-        return config.steps

@@ -31,8 +31,7 @@ class StopRequest:
 
 @contextmanager
 def watch_signals(on_first: Callable[[int], None] | None = None) -> Iterator[StopRequest]:
-    """Install the handlers and put the old ones back afterwards; outside the main thread nothing is
-    installed.
+    """Install the handlers and put the old ones back afterwards; outside the main thread install nothing.
 
     Args:
         on_first: Called in the handler with the first signal's number.

@@ -203,9 +203,8 @@ class BatchSource:
             except ValueError as error:
                 if not allow_mismatch:
                     message = (
-                        f"{stored_ranks} rank(s) wrote the checkpoint, {ranks} resume: {error}. Use the "
-                        f"same number "
-                        "of ranks, or --allow-mismatch to start the epoch afresh"
+                        f"{stored_ranks} rank(s) wrote the checkpoint, {ranks} resume: {error}. Use the same "
+                        "number of ranks, or --allow-mismatch to start the epoch afresh"
                     )
                     raise CheckpointError(message) from error
                 return
@@ -214,10 +213,9 @@ class BatchSource:
             return
         if not at_border and not allow_mismatch:
             message = (
-                f"{stored_ranks} rank(s) wrote the checkpoint in mid-epoch, {ranks} resume: with this "
-                f"loader samples "
-                "would repeat or be lost. Use the same number of ranks, or --allow-mismatch to start the "
-                "epoch afresh"
+                f"{stored_ranks} rank(s) wrote the checkpoint in mid-epoch, {ranks} resume: with this loader "
+                "samples would repeat or be lost. Use the same number of ranks, or --allow-mismatch to start "
+                "the epoch afresh"
             )
             raise CheckpointError(message)
 

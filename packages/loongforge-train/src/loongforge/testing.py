@@ -11,9 +11,7 @@ Sample = dict[str, Tensor]
 
 
 class ToyData:
-    """``length`` samples of a noisy linear task: ``x`` (6,), ``y`` (T, 2), a mask with ragged lengths, an
-    index.
-    """
+    """``length`` samples of a linear task: ``x`` (6,), ``y`` (T, 2), a mask of ragged lengths, an index."""
 
     def __init__(self, length: int = 64, *, horizon: int = 4, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,4 @@
-"""``LoongTrainer``: trains any module that returns a loss with any loader, with the pillars that are
-switched on.
-"""
+"""``LoongTrainer``: trains any module that returns a loss with any loader, with the pillars switched on."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from loongforge.records import StepRecord
 from loongforge.rng import seed_rank
 from loongforge.session import Result, Session, build_parts
 from loongforge.sources import BatchSource
+from loongforge.staging import stage
 
 PRECISIONS = {"no": "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -135,10 +134,14 @@ class LoongTrainer:
         if optimizer is not None and schedule is None:
             schedule = ConstantLR(optimizer, factor=1.0, total_iters=0)
         fingerprint = getattr(getattr(self.loader, "dataset", None), "fingerprint", None)
+        loader = self.loader
+        if config.pillars.data == "on":
+            depth = config.pillars.device_prefetch
+            loader = stage(loader, self.model, ranks.device, seed=config.seed, depth=depth)
         parts = build_parts(
             config,
             self.model,
-            BatchSource(self.loader, fingerprint=fingerprint if isinstance(fingerprint, str) else None),
+            BatchSource(loader, fingerprint=fingerprint if isinstance(fingerprint, str) else None),
             ranks,
             module=LossAdapter(self.model),
             optimizer=optimizer,

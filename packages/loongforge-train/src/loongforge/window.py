@@ -1,6 +1,4 @@
-"""Forward and backward of one accumulation window, micro-batch by micro-batch: what runs when fusion is
-off.
-"""
+"""Forward and backward of one window, micro-batch by micro-batch: what runs when fusion is off."""
 
 from __future__ import annotations
 

@@ -24,13 +24,30 @@ from loongforge.checkpoint.layout import (
     rank_file,
     read_manifest,
 )
+from loongforge.checkpoint.sharded import (
+    AVERAGE,
+    METADATA,
+    MODEL,
+    OPTIMIZER,
+    SHARDS,
+    flat_state,
+    is_sharded,
+    load_shards,
+    read_moments,
+    read_whole,
+    stored_tensors,
+)
 from loongforge.checkpoint.write import Snapshot, load_safetensors
 from loongforge.config import TrainConfig, to_dict
 from loongforge.engine import StepEngine
 from loongforge.errors import CheckpointError
+from loongforge.optim import OPTIMIZER_FORMAT, load_group_settings, named_state
 from loongforge.rng import capture_rng, restore_rng, seed_rank
 
 MDG_FILE = "mdg.json"
+AVERAGE_FILE = f"{STATE}/average.pt"
+Copies = dict[tuple[object, ...], tuple[Tensor, Tensor]]
+"""Place in memory -> (source, host copy)."""
 PARTS = (
     "model", "optimizer", "scheduler", "average", "scaler",
     "rng", "data", "guard", "memory", "plans", "step", "samples",
@@ -49,39 +66,38 @@ class Restored:
 
 
 def take_snapshot(engine: StepEngine, config: TrainConfig, *, loss: float | None) -> Snapshot:
-    """Copy the engine's state to host memory. Collective for sharded optimizers; call it on all ranks."""
-    parts = engine.parts
-    rank = parts.ranks.rank
-    copies: dict[tuple[object, ...], Tensor] = {}
-    model = host_copy(parts.parallel.model_state(), copies)
-    optimizer = host_copy(parts.parallel.optimizer_state(parts.optimizer), copies)
-    tensors: dict[str, object] = {
-        rank_file(rank): host_copy(
-            {
-                "format": FORMAT,
-                "rng": capture_rng(),
-                "data": parts.source.state_dict(),
-                "guard": parts.guard.state_dict(),
-                "samples": engine.at.samples,
-            },
-            copies,
-        )
+    """Copy the engine's state to host memory; a collective for split state, so call it on all ranks.
+
+    With ``checkpoint.layout`` sharded the snapshot holds the live shards instead; the writer copies them
+    before it returns.
+    """
+    parts, rank = engine.parts, engine.parts.ranks.rank
+    copies: Copies = {}
+    sharded = config.checkpoint.layout == "sharded" and parts.parallel.sharded
+    state = {
+        "format": FORMAT,
+        "rng": capture_rng(),
+        "data": parts.source.state_dict(),
+        "guard": parts.guard.state_dict(),
+        "samples": engine.at.samples,
     }
+    tensors: dict[str, object] = {rank_file(rank): host_copy(state, copies)}
+    texts = {memory_file(rank): json.dumps(memory)} if (memory := parts.memory.state_dict()) else {}
     weights: dict[str, Mapping[str, object]] = {}
-    texts: dict[str, str] = {}
+    shards: dict[str, Tensor] | None = None
+    if sharded:
+        average = parts.average.state_dict() if parts.average is not None else None
+        shards = flat_state(parts.model, parts.optimizer, average)
+        groups = named_state(parts.optimizer, parts.model)["param_groups"]
+        whole: dict[str, object] = {
+            "optimizer.pt": {"format": OPTIMIZER_FORMAT, "state": {}, "param_groups": groups}
+        }
+    else:
+        whole, weights = _whole(engine, config, copies)
     plans = parts.parallel.plans()
-    memory = parts.memory.state_dict()
-    if memory:
-        texts[memory_file(rank)] = json.dumps(memory)
     if rank == 0:
-        if config.checkpoint.model_format in {"pt", "both"}:
-            tensors["model.pt"] = model
-        if config.checkpoint.model_format in {"safetensors", "both"} and isinstance(model, dict):
-            weights["model.safetensors"] = model
-        tensors["optimizer.pt"] = optimizer
+        tensors |= whole
         tensors["scheduler.pt"] = plain_schedule(parts.schedule.state_dict())
-        if parts.average is not None:
-            tensors[f"{STATE}/average.pt"] = host_copy(parts.average.state_dict(), copies)
         if parts.scaler is not None:
             tensors[f"{STATE}/scaler.pt"] = dict(parts.scaler.state_dict())
         texts |= {f"{STATE}/{name}": text for name, text in {**parts.documents, **plans}.items()}
@@ -91,9 +107,31 @@ def take_snapshot(engine: StepEngine, config: TrainConfig, *, loss: float | None
         epoch=parts.source.epoch,
         loss=loss,
         tensors=tensors,
-        weights=weights,
+        weights=weights if rank == 0 else {},
         texts=texts,
+        shards=shards,
     )
+
+
+def _whole(
+    engine: StepEngine, config: TrainConfig, copies: Copies
+) -> tuple[dict[str, object], dict[str, Mapping[str, object]]]:
+    """Gather weights, moments and average, and copy them on rank 0: (torch.save files, safetensors files)."""
+    parts = engine.parts
+
+    def keep(value: object) -> object:
+        return host_copy(value, copies) if parts.ranks.rank == 0 else None
+
+    model = keep(parts.parallel.model_state())
+    files = {"optimizer.pt": keep(parts.parallel.optimizer_state(parts.optimizer))}
+    if parts.average is not None:
+        files[AVERAGE_FILE] = keep(parts.parallel.gather(parts.average.state_dict()))
+    weights: dict[str, Mapping[str, object]] = {}
+    if config.checkpoint.model_format in {"pt", "both"}:
+        files["model.pt"] = model
+    if config.checkpoint.model_format in {"safetensors", "both"} and isinstance(model, dict):
+        weights["model.safetensors"] = model
+    return files, weights
 
 
 def describe(engine: StepEngine, config: TrainConfig) -> dict[str, object]:
@@ -125,18 +163,19 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
     manifest = read_manifest(folder)
     facts = json.loads((folder / TRAINER).read_text())
     notes: list[str] = []
-    parts.parallel.load_optimizer_state(parts.optimizer, _mapping(folder / "optimizer.pt"))
-    parts.parallel.load_model_state(load_weights(folder))  # type: ignore[arg-type]
+    _restore_tensors(engine, config, folder, notes)
     parts.schedule.load_state_dict(dict(_mapping(folder / "scheduler.pt")))
-    if parts.average is not None:
-        parts.average.load_state_dict(_mapping(folder / STATE / "average.pt"))  # type: ignore[arg-type]
     if parts.scaler is not None:
-        parts.scaler.load_state_dict(dict(_mapping(folder / STATE / "scaler.pt")))
+        if (folder / STATE / "scaler.pt").exists():
+            parts.scaler.load_state_dict(dict(_mapping(folder / STATE / "scaler.pt")))
+        else:
+            notes.append(
+                "the checkpoint has no loss scale (it was not trained with fp16): a fresh one is used"
+            )
     if facts["accumulation"] != config.accumulation:
         notes.append(
             f"accumulation was {facts['accumulation']}, is {config.accumulation}: the data position is "
-            f"counted in "
-            "micro-batches, so the next one is exact; a step now means another number of samples"
+            "counted in micro-batches, so the next one is exact; a step now means another number of samples"
         )
     restored = _restore_rank(engine, config, folder, stored_ranks=manifest.world_size, notes=notes)
     memory = folder / memory_file(rank)
@@ -150,6 +189,56 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
     engine.at.step = manifest.step
     engine.at.samples = restored
     return Restored(folder=folder, step=manifest.step, epoch=parts.source.epoch, notes=tuple(notes))
+
+
+def _restore_tensors(engine: StepEngine, config: TrainConfig, folder: Path, notes: list[str]) -> None:
+    """Restore weights, moments and average, from whole files or from shards, under any strategy."""
+    parts = engine.parts
+    stored = _mapping(folder / "optimizer.pt")
+    sharded = is_sharded(folder)
+    if sharded and parts.parallel.sharded:
+        load_group_settings(parts.optimizer, parts.model, stored)
+        _restore_shards(engine, folder)
+    else:
+        if sharded:
+            stored = {**stored, "state": read_moments(folder)}
+        parts.parallel.load_optimizer_state(parts.optimizer, stored)
+        parts.parallel.load_model_state(load_weights(folder))  # type: ignore[arg-type]
+    if parts.average is None:
+        return
+    averages = load_average(folder)
+    if averages is None:
+        notes.append(
+            "the checkpoint has no moving average of the weights: it starts from the restored weights"
+        )
+        parts.average.restart()
+        return
+    try:
+        parts.average.load_state_dict(averages)
+    except ValueError as error:
+        msg = f"{folder}: {error}"
+        raise CheckpointError(msg) from error
+
+
+def _restore_shards(engine: StepEngine, folder: Path) -> None:
+    """Read this rank's shards in place, whatever number of ranks wrote them (a collective)."""
+    parts = engine.parts
+    parts.parallel.make_moments(parts.optimizer)
+    names = {name.rpartition("/")[0] for name in stored_tensors(folder) if name.startswith(OPTIMIZER)}
+    for name, parameter in parts.model.named_parameters():
+        # A parameter without gradient so far has no moments yet, neither there nor here.
+        if OPTIMIZER + name not in names:
+            parts.optimizer.state.pop(parameter, None)
+    load_shards(flat_state(parts.model, parts.optimizer), folder, parts.ranks.votes)
+
+
+def load_average(folder: Path) -> Mapping[str, Tensor] | None:
+    """Return the moving average of the weights of a checkpoint, or None when it has none."""
+    if is_sharded(folder):
+        return read_whole(folder, AVERAGE) or None
+    if (folder / AVERAGE_FILE).exists():
+        return _mapping(folder / AVERAGE_FILE)  # type: ignore[return-value]
+    return None
 
 
 def _restore_rank(
@@ -183,12 +272,14 @@ def _restore_rank(
 
 
 def load_weights(folder: Path) -> Mapping[str, object]:
-    """Return the model's state dict of a checkpoint, from model.pt or model.safetensors."""
+    """Return the model's whole state dict, from model.pt, model.safetensors or the shards."""
+    if is_sharded(folder):
+        return read_whole(folder, MODEL)
     if (folder / "model.pt").exists():
         return _mapping(folder / "model.pt")
     if (folder / "model.safetensors").exists():
         return load_safetensors(folder / "model.safetensors")
-    msg = f"{folder} has neither model.pt nor model.safetensors"
+    msg = f"{folder} has neither model.pt nor model.safetensors nor {SHARDS}/{METADATA}"
     raise CheckpointError(msg)
 
 
@@ -200,9 +291,14 @@ def _mapping(path: Path) -> Mapping[str, object]:
     return loaded
 
 
-def host_copy(value: object, copies: dict[tuple[object, ...], Tensor]) -> object:
-    """Copy nested tensors to host memory, compactly; tensors that are one (tied weights) stay one (fault
-    M14).
+def host_copy(value: object, copies: Copies) -> object:
+    """Copy nested tensors to host memory, compactly; tied ones (same memory) stay one (fault M14).
+
+    Args:
+        value: Tensors, mappings, lists and tuples of them; anything else is passed through.
+        copies: What was copied so far, by place in memory. Each source is kept beside its copy: a tensor
+            gathered for the snapshot alone would otherwise be freed, and the next one made at its address
+            would be taken for it.
     """
     if isinstance(value, Tensor):
         key = (
@@ -218,8 +314,8 @@ def host_copy(value: object, copies: dict[tuple[object, ...], Tensor]) -> object
             host = value.detach().to("cpu")
             if host.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
                 host = host.clone(memory_format=torch.preserve_format)
-            copies[key] = host
-        return copies[key]
+            copies[key] = (value, host)
+        return copies[key][1]
     if isinstance(value, Mapping):
         return {key: host_copy(item, copies) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -228,9 +324,7 @@ def host_copy(value: object, copies: dict[tuple[object, ...], Tensor]) -> object
 
 
 def plain_schedule(state: Mapping[str, object]) -> dict[str, object]:
-    """Keep what torch.load reads safely (numbers, text, tensors, nested); functions and objects become
-    None.
-    """
+    """Keep what torch.load reads safely (numbers, text, tensors, nested); anything else becomes None."""
     return {str(key): _plain(value) for key, value in state.items()}
 
 

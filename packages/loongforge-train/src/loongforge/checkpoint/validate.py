@@ -1,6 +1,4 @@
-"""``loongforge validate-checkpoint``: does a checkpoint hold together, and does it fit a model, before a
-run?
-"""
+"""``loongforge validate-checkpoint``: does a checkpoint hold together, and does it fit a model?"""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from loongforge.checkpoint.find import file_problems
 from loongforge.checkpoint.layout import STATE, TRAINER, load_tensors, rank_file, read_manifest
+from loongforge.checkpoint.sharded import is_sharded, read_moments
 from loongforge.checkpoint.state import load_weights, model_fingerprint
 from loongforge.errors import CheckpointError
 
@@ -72,11 +71,11 @@ def validate_checkpoint(folder: Path, *, model: nn.Module | None = None) -> list
 
 
 def _check_optimizer(folder: Path, weights: Mapping[str, object], model: nn.Module | None) -> list[Finding]:
-    """Compare moments with the parameters; a model may save its weights in another shape than it trains
-    them.
-    """
+    """Compare moments with the parameters (a model may save its weights in another shape)."""
     stored = load_tensors(folder / "optimizer.pt")
     state = stored.get("state", {}) if isinstance(stored, Mapping) else {}
+    if is_sharded(folder):
+        state = read_moments(folder)
     parameters: Mapping[str, object] = dict(model.named_parameters()) if model is not None else {}
     unknown = sorted(set(state) - set(parameters or weights))
     wrong = [

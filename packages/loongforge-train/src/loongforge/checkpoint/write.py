@@ -15,8 +15,12 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from loongforge.checkpoint.find import inspect
 from loongforge.checkpoint.layout import (
@@ -32,10 +36,15 @@ from loongforge.checkpoint.layout import (
     read_manifest,
     save_tensors,
     sync_folder,
+    write_file,
     write_text,
 )
+from loongforge.checkpoint.sharded import SHARDS, begin_write, end_write
 from loongforge.config import CheckpointConfig
 from loongforge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("loongforge.checkpoint")
 _RENAME_EXCHANGE = 2
@@ -44,7 +53,7 @@ _AT_FDCWD = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A host copy of everything one rank writes; nothing in it changes while training goes on."""
+    """What one rank writes: host copies, in which nothing changes while training goes on, and shards."""
 
     step: int
     epoch: int
@@ -55,6 +64,8 @@ class Snapshot:
     """Relative file name -> state dict to write as safetensors."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Relative file name -> text."""
+    shards: Mapping[str, Tensor] | None = None
+    """Live tensors, this rank's part of a sharded state; copied to host memory when the write begins."""
 
 
 class CheckpointWriter:
@@ -66,16 +77,25 @@ class CheckpointWriter:
         world_size: Number of ranks; rank 0 completes the checkpoint.
         attempt: Text that is equal on all ranks of this start and differs from other starts.
         config: Retention, background writing, time limit.
+        shard_group: Gloo group for the shards of a sharded state, used by nothing else.
     """
 
     def __init__(
-        self, run: Path, *, rank: int, world_size: int, attempt: str, config: CheckpointConfig
+        self,
+        run: Path,
+        *,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        config: CheckpointConfig,
+        shard_group: ProcessGroup | None = None,
     ) -> None:
         self.run = run
         self._rank = rank
         self._world_size = world_size
         self._attempt = attempt
         self._config = config
+        self._shard_group = shard_group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.last_written: Path | None = None
@@ -99,13 +119,14 @@ class CheckpointWriter:
                 intact.
         """
         self.wait()
+        shards = self._begin_shards(snapshot)
         if self._config.background if background is None else background:
             self._thread = threading.Thread(
-                target=self._guarded, args=(snapshot,), name="loongforge-checkpoint"
+                target=self._guarded, args=(snapshot, shards), name="loongforge-checkpoint"
             )
             self._thread.start()
         else:
-            self._write(snapshot)
+            self._write(snapshot, shards)
 
     def wait(self) -> None:
         """Wait for the write in the background and raise its error, if any."""
@@ -123,20 +144,33 @@ class CheckpointWriter:
         """Tell whether a write is going on."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _guarded(self, snapshot: Snapshot) -> None:
+    def _guarded(self, snapshot: Snapshot, shards: Future[object] | None) -> None:
         try:
-            self._write(snapshot)
+            self._write(snapshot, shards)
         except Exception as error:  # handed to the training thread by wait()
             self._error = error
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _temporary(self, snapshot: Snapshot) -> Path:
+        return self.run / f"{TEMPORARY}{folder_name(snapshot.epoch, snapshot.step)}_{self._attempt}"
+
+    def _begin_shards(self, snapshot: Snapshot) -> Future[object] | None:
+        if snapshot.shards is None:
+            return None
+        if self._shard_group is None:
+            msg = "the snapshot holds shards and the writer has no process group for them"
+            raise CheckpointError(msg)
+        return begin_write(snapshot.shards, self._temporary(snapshot) / SHARDS, self._shard_group)
+
+    def _write(self, snapshot: Snapshot, shards: Future[object] | None) -> None:
+        temporary = self._temporary(snapshot)
         name = folder_name(snapshot.epoch, snapshot.step)
-        temporary = self.run / f"{TEMPORARY}{name}_{self._attempt}"
         try:
             entries = self._write_files(temporary, snapshot)
-            write_text(
-                temporary / done_file(self._rank), json.dumps({k: asdict(v) for k, v in entries.items()})
-            )
+            if shards is not None:
+                limit = self._config.timeout_s
+                entries |= end_write(shards, temporary / SHARDS, rank=self._rank, timeout_s=limit)
+            marker = json.dumps({k: asdict(v) for k, v in entries.items()})
+            write_text(temporary / done_file(self._rank), marker)
             if self._rank == 0:
                 self._complete(temporary, self.run / name, snapshot)
                 self.last_written = self.run / name
@@ -166,8 +200,8 @@ class CheckpointWriter:
                 if time.monotonic() > deadline:
                     message = (
                         f"rank {rank} did not write its part of {final.name} within "
-                        f"{self._config.timeout_s:.0f} s: "
-                        "the checkpoint is not completed, older ones are intact; look at that rank's log"
+                        f"{self._config.timeout_s:.0f} s: the checkpoint is not completed, older ones are "
+                        "intact; look at that rank's log"
                     )
                     raise CheckpointError(message)
                 time.sleep(0.005)
@@ -206,9 +240,7 @@ class CheckpointWriter:
                 self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
-        """Rename away first, so that a kill in mid-removal never leaves something that looks like a
-        checkpoint.
-        """
+        """Rename away first: a kill in mid-removal never leaves something that looks like a checkpoint."""
         trash = self.run / f"{TRASH}{folder.name.lstrip('.')}_{self._attempt}"
         folder.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
@@ -218,16 +250,13 @@ class CheckpointWriter:
             free = shutil.disk_usage(self.run).free if self.run.is_dir() else 0
             return (
                 f"no space for checkpoint {name} in {self.run}: {free / 2**20:.0f} MiB are free. Older "
-                f"checkpoints "
-                "are intact; free space, lower checkpoint.keep_last, or write to another disk"
+                "checkpoints are intact; free space, lower checkpoint.keep_last, or write to another disk"
             )
         return f"checkpoint {name} could not be written in {self.run}: {error}. Older checkpoints are intact"
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swap two folders in one step (renameat2), so that a complete checkpoint stands under the name at any
-    time.
-    """
+    """Swap two folders in one step (renameat2): a complete checkpoint stands under the name at any time."""
     libc = ctypes.CDLL(None, use_errno=True)
     code = libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     if code != 0:
@@ -236,13 +265,8 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _save_safetensors(path: Path, state: Mapping[str, object]) -> FileEntry:
-    """Write a state dict as safetensors; a tied tensor is stored once and its other names stand in the
-    metadata.
-    """
+    """Write a state dict as safetensors; a tied tensor is stored once, its other names in the metadata."""
     from safetensors.torch import save
-    from torch import Tensor
-
-    from loongforge.checkpoint.layout import write_file
 
     unique: dict[str, Tensor] = {}
     first: dict[tuple[object, ...], str] = {}

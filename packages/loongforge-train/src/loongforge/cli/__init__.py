@@ -24,8 +24,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except Exception as error:
-        # Typer carries its parser's exceptions in a private copy of click; they are known by what they can
-        # do.
+        # Typer carries its parser's exceptions in a private copy of click: known by what they can do.
         show, exit_code = getattr(error, "show", None), getattr(error, "exit_code", None)
         if callable(show) and isinstance(exit_code, int):
             show(sys.stderr)

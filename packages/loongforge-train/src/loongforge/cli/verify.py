@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from loongforge.config import TrainConfig
+    from loongforge.ranks import Ranks
+    from loongforge.verify import Verdict
 
 
 def verify(
@@ -22,15 +29,30 @@ def verify(
     precision: Annotated[str, typer.Option(help="Precision of the reference: fp32 or bf16.")] = "fp32",
     seed: Annotated[int, typer.Option(help="Seed of every run.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    repeats: Annotated[
+        int,
+        typer.Option(min=1, help="On a GPU: further runs of the reference, which differs from itself there."),
+    ] = 2,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="On a GPU: torch's deterministic operators, so that runs repeat."
+        ),
+    ] = False,
     output: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/verify"),
     plot: Annotated[Path | None, typer.Option(help="Draw the loss curves here (SVG or PNG).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print verdicts as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print settings and verdicts as JSON.")] = False,
 ) -> int:
     """Prove that a pillar changes nothing: train with and without it from the same state and compare.
 
-    Loss and gradient norm of every step and the final weights are held against tolerances by dtype. Exit code
-    0: all equal within them; 1: something differs.
+    Loss and gradient norm of every step and the final weights are compared. A pillar that keeps every
+    operation must be bit-exact wherever the reference repeats itself bit for bit; on a GPU it otherwise
+    must stay within what repeats of the reference differ by. The others are held against tolerances by
+    dtype. Exit code 0: all equal; 1: something differs.
     """
+    if deterministic:
+        # cuBLAS reads this when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from loongforge.config import build_config
     from loongforge.ranks import join
     from loongforge.report.text import table
@@ -54,18 +76,42 @@ def verify(
         }
     )
     ranks = join(device)
+    if deterministic:
+        import torch
+
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
     try:
-        reference, results = run_all(config, toggles, ranks=ranks, build=recipe_build, folder=output)
+        reference, results = run_all(
+            config, toggles, ranks=ranks, build=recipe_build, folder=output, repeats=repeats
+        )
     finally:
         ranks.close()
     verdicts = [verdict for verdict, _ in results]
     if ranks.rank == 0:
         if plot is not None:
             draw(reference, results, plot)
-        text = (
-            json.dumps([vars(v) for v in verdicts], indent=1) + "\n"
-            if as_json
-            else table(verdict_rows(verdicts))
-        )
-        sys.stdout.write(text)
+        text = as_text(config, ranks, verdicts, deterministic=deterministic) if as_json else None
+        sys.stdout.write(text or table(verdict_rows(verdicts)))
     return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def as_text(config: TrainConfig, ranks: Ranks, verdicts: Sequence[Verdict], *, deterministic: bool) -> str:
+    """Return settings, machine and verdicts as JSON; what is infinite or unknown becomes null."""
+    import platform
+
+    import torch
+
+    from loongforge.control.live import clean
+
+    names = ("recipe", "steps", "batch_size", "accumulation", "precision", "seed")
+    on_gpu = ranks.device.type == "cuda"
+    values = {
+        **{name: getattr(config, name) for name in names},
+        "dataset": Path(str(config.dataset)).name,
+        "ranks": ranks.world_size,
+        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "cpu",
+        "deterministic": deterministic,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "verdicts": [vars(verdict) for verdict in verdicts],
+    }
+    return json.dumps(clean(values), indent=1) + "\n"

@@ -1,6 +1,4 @@
-"""What a running session answers: profile, communication, fusion trace, strategy switch, checkpoint,
-stacks.
-"""
+"""What a running session answers: profile, communication, fusion trace, switch, checkpoint, stacks."""
 
 from __future__ import annotations
 
@@ -116,8 +114,7 @@ class Live:
             raise ConfigError(outcome)
         return step
 
-    # -- answers
-    # ------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def _status(self, request: Request) -> Mapping[str, object]:
         last = self._records[-1] if self._records else {}

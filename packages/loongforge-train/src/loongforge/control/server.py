@@ -1,9 +1,11 @@
-"""The server side: one thread that accepts, one short-lived thread per client; nothing it does waits in a
-step.
+"""The server side: one thread that accepts, one short-lived thread per client.
+
+Nothing of it waits in a step, and between clients nothing of it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,6 +25,8 @@ Handler = Callable[[Request], Mapping[str, object]]
 MOST_BYTES = 65_536
 MOST_CLIENTS = 16
 READ_TIMEOUT_S = 5.0
+ACCEPT_TIMEOUT_S = 30.0
+"""Longest wait of the accepting thread; :meth:`ControlServer.close` wakes it at once."""
 LINGER_S = 3.0
 
 
@@ -53,7 +57,7 @@ class ControlServer:
             os.umask(old)
         self.path.chmod(stat.S_IRUSR | stat.S_IWUSR)
         self._socket.listen(MOST_CLIENTS)
-        self._socket.settimeout(0.1)
+        self._socket.settimeout(ACCEPT_TIMEOUT_S)
         self._link = registry() / str(os.getpid())
         self._link.unlink(missing_ok=True)
         self._link.symlink_to(self.path)
@@ -71,6 +75,8 @@ class ControlServer:
     def close(self) -> None:
         """Stop accepting and remove the socket and its link."""
         self._stop.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join(2)
         self.path.unlink(missing_ok=True)

@@ -14,8 +14,7 @@ from loongforge.report.summary import Record, Summary, column, mean, steady, sum
 
 COST_MARGIN = 5.0
 """Ratio of time to the bare dispatch cost up to which a step counts as made of launches: Python around each
-operator
-and its autograd node cost a few times the dispatch itself; real work is tens to thousands of times that."""
+operator and its autograd node cost a few times the dispatch; real work is tens to thousands of times that."""
 HOST_BOUND = 0.9
 """On a GPU the host must also have been busy enqueuing for this share of the device's time."""
 NAMES = {

@@ -79,9 +79,7 @@ class Summary:
 
 
 def steady(records: Sequence[Record]) -> list[Record]:
-    """Leave out the first steps (warm-up: at most 5, at most a quarter) and probed ones, which counting
-    slows.
-    """
+    """Leave out the first steps (at most 5, at most a quarter) and probed ones, which counting slows."""
     steps = sorted({int(value) for value in column(records, "step")})
     skip = min(5, len(steps) // 4)
     kept = set(steps[skip:])

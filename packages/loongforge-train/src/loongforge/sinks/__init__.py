@@ -1,6 +1,4 @@
-"""Where step records go: always ``metrics.jsonl``; TensorBoard, W&B, Prometheus and the terminal on
-request.
-"""
+"""Where step records go: ``metrics.jsonl``, the terminal, and on request TensorBoard, W&B, Prometheus."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ class TerminalSink:
 
 
 def summary(record: StepRecord) -> str:
-    """Return one line: loss, step time, throughput, utilisation, data wait, communication wait (mission
-    T5).
-    """
+    """Return one line: loss, step time, throughput, utilisation, data wait, communication wait."""
 
     def show(name: str, value: float | None, unit: str, digits: int = 0) -> str:
         return "" if value is None else f"  {name} {value:.{digits}f}{unit}"
