@@ -145,7 +145,9 @@ def join_packed(
             raise JoinError(RefusalReason.SHAPES_DIFFER, f"'{key}' comes in different row shapes or dtypes")
         result[key] = torch.cat(rows)
         packed.setdefault(rule.layout, []).append(key)
-        result[rule.layout] = PackedLayout.of(lengths, rows[0].device, keys=packed[rule.layout])
+        result[rule.layout] = PackedLayout.of(
+            lengths, rows[0].device, keys=packed[rule.layout], source=rule.lengths
+        )
     return JoinedBatch(batch=result, sizes=joined.sizes, padded_share=joined.padded_share, layout="pack")
 
 

@@ -110,9 +110,9 @@ def weighted_total(losses: SampleLosses, weighting: Weighting) -> Tensor:
     return means.sum() * weighting.factor
 
 
-def forward_losses(model: nn.Module, batch: Batch) -> SampleLosses:
-    """Call the model and read its losses."""
-    return read_losses(model(batch), batch_size(batch))
+def forward_losses(model: nn.Module, batch: Batch, samples: int | None = None) -> SampleLosses:
+    """Call the model and read its losses; ``samples`` defaults to what the batch shows."""
+    return read_losses(model(batch), batch_size(batch) if samples is None else samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +142,13 @@ def checked_forward(model: nn.Module, batch: Batch, weighting: Weighting) -> Sam
         ForwardOutOfMemoryError: A fused pass ran out of memory.
         NoSampleLossesError: A fused pass came back as one loss.
     """
+    samples = sum(weighting.sizes)
     if len(weighting.sizes) == 1:
-        return forward_losses(model, batch)
+        return forward_losses(model, batch, samples)
     failure: str | None = None
     losses: SampleLosses | None = None
     try:
-        losses = forward_losses(model, batch)
+        losses = forward_losses(model, batch, samples)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -44,6 +44,7 @@ class PackedLayout:
         segments: ``(total,)`` int64 sequence number of each row, ``n`` on fill.
         positions: ``(total,)`` int64 position inside its sequence.
         keys: Batch keys whose tensors are packed by this layout. Default none.
+        source: Batch key the lengths were read from, None where all rows are valid. Default None.
         filled: Rows of fill at the end. Default 0.
         host_lengths: Lengths known on the host; None while a graph is recorded, whose replays have others.
     """
@@ -55,12 +56,18 @@ class PackedLayout:
     segments: Tensor
     positions: Tensor
     keys: tuple[str, ...] = ()
+    source: str | None = None
     filled: int = 0
     host_lengths: tuple[int, ...] | None = None
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device | str = "cpu", *, keys: Sequence[str] = ()
+        cls,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        keys: Sequence[str] = (),
+        source: str | None = None,
     ) -> PackedLayout:
         """Lay sequences of these lengths end to end.
 
@@ -70,9 +77,9 @@ class PackedLayout:
         if not lengths or min(lengths) < 1:
             message = f"every packed sequence needs at least one row, got lengths {list(lengths)}"
             raise ValueError(message)
-        return cls._lay(
-            tuple(int(n) for n in lengths), device, keys=tuple(keys), fill=0, longest=max(lengths)
-        )
+        sizes = tuple(int(n) for n in lengths)
+        layout = cls._lay(sizes, device, keys=tuple(keys), fill=0, longest=max(sizes))
+        return replace(layout, source=source)
 
     @classmethod
     def _lay(
@@ -131,7 +138,8 @@ class PackedLayout:
         rows = sum(lengths)
         fill = -rows % multiple or multiple
         longest = -(-max(*lengths, fill) // multiple) * multiple
-        return self._lay(lengths, self.offsets.device, keys=self.keys, fill=fill, longest=longest)
+        grown = self._lay(lengths, self.offsets.device, keys=self.keys, fill=fill, longest=longest)
+        return replace(grown, source=self.source)
 
     def on_device(self, offsets: Tensor, segments: Tensor, positions: Tensor) -> PackedLayout:
         """Return a layout of the same sizes that reads these tensors and knows no lengths on the host."""

@@ -84,8 +84,14 @@ def describe(batch: Batch) -> BatchSignature:
     parts: list[Hashable] = []
     dropped: list[Path] = []
 
+    # What a layout's lengths were read from is as variable as they are.
+    host_only = {v.source for v in batch.values() if isinstance(v, PackedLayout)}
+
     def visit(path: Path, value: object) -> None:
-        if isinstance(value, Tensor):
+        if len(path) == 1 and path[0] in host_only:
+            dropped.append(path)
+            parts.append((path, "dropped"))
+        elif isinstance(value, Tensor):
             tensors[path] = value
             parts.append((path, "tensor", tuple(value.shape), value.dtype, value.device, value.requires_grad))
         elif isinstance(value, PackedLayout):
@@ -121,10 +127,13 @@ def is_constant(value: object) -> bool:
 
 def static_copy(batch: Batch, buffers: Mapping[Path, Tensor]) -> StaticBatch:
     """Return the batch with every tensor replaced by its buffer and values a graph cannot hold left out."""
+    host_only = {v.source for v in batch.values() if isinstance(v, PackedLayout)}
 
     def rebuild(path: Path, value: object) -> object:
         if path in buffers:
             return buffers[path]
+        if len(path) == 1 and path[0] in host_only:
+            return _DROPPED
         if isinstance(value, PackedLayout):
             return value.on_device(*(buffers[(*path, name)] for name in _LAYOUT_TENSORS))
         if isinstance(value, Mapping):

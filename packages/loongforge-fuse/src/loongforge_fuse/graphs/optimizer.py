@@ -18,6 +18,17 @@ class _OwnClip(Protocol):
     def refresh(self) -> None: ...
 
 
+def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Switch the capturable mode on and bring step counters to the device, where there are any."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            state["step"] = step.to(device)
+
+
 class OptimizerInGraph:
     """Makes a torch optimizer capturable and steps it with clipping and a finite check on the device.
 
@@ -53,15 +64,8 @@ class OptimizerInGraph:
                 "use FusedAdamW or torch.optim.AdamW(..., fused=True, capturable=True), or step after run()"
             )
             raise ValueError(message)
-        for group in optimizer.param_groups:
-            if "capturable" in group:
-                group["capturable"] = True
-            rate = torch.as_tensor(group["lr"], dtype=torch.float32).to(device).clone()
-            self._rates.append(rate)
-            group["lr"] = rate
-        for state in optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(device)
+        make_capturable(optimizer, device)
+        self._take_rates()
 
     @property
     def _fused(self) -> bool:
@@ -71,6 +75,10 @@ class OptimizerInGraph:
         """Copy learning rates that were assigned as numbers (or other tensors) to the device tensors."""
         if self._device.type != "cuda":
             return
+        if any(group.get("capturable") is False for group in self._optimizer.param_groups):
+            # A loaded state brings the settings it was saved with.
+            make_capturable(self._optimizer, self._device)
+        self._take_rates()
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if group["lr"] is not rate:
                 value = group["lr"]
@@ -81,6 +89,13 @@ class OptimizerInGraph:
                 group["lr"] = rate
         if self.own_clip and not torch.cuda.is_current_stream_capturing():
             cast(_OwnClip, self._optimizer).refresh()
+
+    def _take_rates(self) -> None:
+        """Give every group without one (all of them at first) a learning rate on the device."""
+        for group in self._optimizer.param_groups[len(self._rates) :]:
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32).to(self._device).clone()
+            self._rates.append(rate)
+            group["lr"] = rate
 
     def step(self, finite: Tensor) -> Tensor:
         """Clip and step; return the finite flag, joined with that of the gradient norm where one is taken."""
