@@ -84,6 +84,7 @@ class StepEngine:
         self.at = Position()
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
         self._rate = 0.0
+        self._windows = 0
         self.around: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
         """Context around the work of a step, by its number; the session puts probes here."""
         self.validated: Callable[[int], float | None] = lambda step: None
@@ -117,56 +118,65 @@ class StepEngine:
     # -- data --------------------------------------------------------------------------------------
 
     def _collect(self) -> list[object] | None:
-        """Take the next window and agree about it; windows never cross the end of an epoch."""
+        """Take the next window and agree about it; windows never cross the end of an epoch.
+
+        Everything decided here is decided from what all ranks know alike.
+        """
         parts = self.parts
         empty_epochs = 0
         while self.epochs is None or parts.source.epoch < self.epochs:
-            window: list[object] = []
-            while len(window) < parts.accumulation:
-                batch = parts.source.next_micro_batch()
-                if batch is None:
-                    break
-                window.append(batch)
+            window = self._take_window()
             command = self.at.commands.popleft() if self.at.commands else 0
-            agreed = parts.ranks.agree(
-                Vote(
-                    micro_batches=len(window),
-                    valid=count_valid(parts.model, [host_of(batch) for batch in window]),
-                    stop=self.at.stop_requested,
-                    failed=self.at.failed is not None,
-                    command=command,
-                    step_ms=self.at.last_step_ms,
-                )
-            )
-            self.at.agreed = agreed
+            agreed = self._vote(window, stop=self.at.stop_requested, command=command)
             if command and agreed.command != command:
                 self.at.commands.appendleft(command)
             if agreed.failed:
                 raise self.at.failed or NonFiniteError("another rank stopped the run; its log says why")
             usable = agreed.micro_batches
             if usable == parts.accumulation or (usable and not parts.drop_ragged):
-                if usable < len(window):
-                    # Another rank has fewer micro-batches left: all do as many as that one (fault C03).
+                if agreed.most > usable:
+                    # Some rank has fewer micro-batches left: all do as many as that one, and all count
+                    # again (fault C03).
                     window = window[:usable]
-                    self.at.agreed = self._count_again(window, agreed)
+                    self._vote(window, stop=agreed.stop, command=agreed.command)
+                self._windows += 1
                 return window
             if command and agreed.command == command:
                 # This vote met the end of an epoch and no step carries the command: it waits for the next.
                 self.at.commands.appendleft(command)
-            empty_epochs = empty_epochs + 1 if usable == len(window) == parts.source.taken == 0 else 0
-            if empty_epochs > 1 or (parts.drop_ragged and parts.source.taken < parts.accumulation):
+            # The first epoch of a resumed run may have nothing left; a second one without a window is
+            # an error.
+            empty_epochs = 0 if self._windows else empty_epochs + 1
+            if empty_epochs > 1:
                 parts.guard.no_step_possible(parts.source.taken, parts.accumulation)
+            self._windows = 0
             parts.source.next_epoch()
         return None
 
-    def _count_again(self, window: list[object], agreed: Agreement) -> Agreement:
-        vote = Vote(
-            micro_batches=len(window),
-            valid=count_valid(self.parts.model, [host_of(batch) for batch in window]),
-            stop=agreed.stop,
-            command=agreed.command,
+    def _take_window(self) -> list[object]:
+        """Take up to an accumulation of micro-batches of this epoch."""
+        window: list[object] = []
+        while len(window) < self.parts.accumulation:
+            batch = self.parts.source.next_micro_batch()
+            if batch is None:
+                break
+            window.append(batch)
+        return window
+
+    def _vote(self, window: list[object], *, stop: bool, command: int) -> Agreement:
+        """Agree about a window: how many micro-batches, how many valid elements, whether to stop."""
+        agreed = self.parts.ranks.agree(
+            Vote(
+                micro_batches=len(window),
+                valid=count_valid(self.parts.model, [host_of(batch) for batch in window]),
+                stop=stop,
+                failed=self.at.failed is not None,
+                command=command,
+                step_ms=self.at.last_step_ms,
+            )
         )
-        return self.parts.ranks.agree(vote)
+        self.at.agreed = agreed
+        return agreed
 
     def _agreed(self) -> Agreement:
         if self.at.agreed is None:

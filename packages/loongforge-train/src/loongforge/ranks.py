@@ -45,7 +45,11 @@ class Agreement:
     """The outcome of a vote, equal on all ranks."""
 
     micro_batches: int
+    """Least number of any rank."""
+    most: int
+    """Largest number of any rank."""
     valid: float
+    """Sum over the ranks; -1 when a rank does not count."""
     stop: bool
     failed: bool
     command: int
@@ -94,6 +98,7 @@ class Ranks:
         counted = [row[1] for row in rows]
         return Agreement(
             micro_batches=int(min(row[0] for row in rows)),
+            most=int(max(row[0] for row in rows)),
             valid=sum(counted) if min(counted) >= 0 else -1.0,
             stop=any(row[2] for row in rows),
             failed=any(row[3] for row in rows),
