@@ -182,3 +182,32 @@ def test_the_weights_hash_sees_values_order_and_names():
     assert weights_hash(flipped) != before
     half = tower().to(torch.bfloat16)
     assert weights_hash(half) != before
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_sample_that_stands_in_a_batch_twice_is_computed_once_and_kept(tier, tmp_path):
+    module = tower()
+    settings = {} if tier == "host" else {"host_bytes": 0, "disk_bytes": 1000, "folder": tmp_path}
+    cache = FrozenFeatureCache(module, enabled(**settings))
+    inputs = torch.randn(2, 8)[[0, 1, 0]]
+    calls = Calls(module, inputs)
+    first = cache([5, 6, 5], calls)
+    assert calls.rows == [0, 1]
+    assert torch.equal(first, module(inputs[:2])[[0, 1, 0]])
+    again = Calls(module, inputs)
+    assert torch.equal(cache([5, 6, 5], again), first)
+    assert again.rows == []
+    assert cache.stats().bytes[tier] == 2 * 64
+
+
+def test_writing_a_sample_anew_keeps_its_file(tmp_path):
+    module = tower()
+    cache = FrozenFeatureCache(module, enabled(host_bytes=0, disk_bytes=1000, folder=tmp_path))
+    inputs = torch.randn(1, 8)
+    features = cache([1], Calls(module, inputs))
+    key = next(iter(cache._tiers["disk"]))
+    cache._put(key, features[0])
+    again = Calls(module, inputs)
+    assert torch.equal(cache([1], again), features)
+    assert again.rows == []
+    assert cache.stats().bytes["disk"] == 64

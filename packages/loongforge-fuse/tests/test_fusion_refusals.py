@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from loongforge_fuse import FusionConfig, MicroBatchFuser, RefusalReason
+from loongforge_fuse.fusion.memory import activation_bytes
 from loongforge_fuse.testing import TinyVLA, tiny_batch
 from torch import nn
 
@@ -179,10 +180,23 @@ def test_memory_is_predicted_before_any_backward():
     assert "MiB" in outcome.detail
 
 
+def test_the_prediction_grows_with_the_shapes_of_the_group():
+    model = TinyVLA()
+    small = [model.draw(tiny_batch(2, seed=i, text=2, valid=(8, 8))) for i in range(2)]
+    large = [model.draw(tiny_batch(2, seed=i, text=200, valid=(8, 8))) for i in range(2)]
+    needed = 2 * activation_bytes(model, small[0])
+    config = FusionConfig(fusion_batch_size=2, layout="pad", memory_headroom=1.0)
+    fuser = MicroBatchFuser(model, config, free_bytes=lambda: 2 * needed)
+    assert fuser.run(small, drawn=True).fused
+    # Measured on the first window's small shapes; the second needs many times as much.
+    assert fuser.run(large, drawn=True).reason == RefusalReason.MEMORY_PREDICTED
+    # A single large micro-batch in a group counts for all, since the others are padded to it.
+    assert fuser.run([small[0], large[0]], drawn=True).reason == RefusalReason.MEMORY_PREDICTED
+    assert fuser.run(small, drawn=True).fused
+
+
 def test_predicting_memory_keeps_nothing_alive():
     import weakref
-
-    from loongforge_fuse.fusion.memory import activation_bytes
 
     class Watched(TinyVLA):
         def forward(self, batch):
@@ -204,8 +218,6 @@ def test_auto_takes_the_largest_divisor_that_fits_on_every_rank():
         config = FusionConfig(fusion_batch_size="auto", accumulation_steps=6, probe="off")
         fuser = MicroBatchFuser(model, config, free_bytes=lambda: free, agree=agree)
         return fuser.run(window, drawn=True).factor
-
-    from loongforge_fuse.fusion.memory import activation_bytes
 
     one = activation_bytes(model, window[0])
     assert one > 10_000

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loongforge_fuse import FusionConfig, GraphConfig, MicroBatchFuser
+from loongforge_fuse import FusionConfig, GraphConfig, MicroBatchFuser, compile_regions
 from loongforge_fuse.graphs.backend import EmulatedBackend
 from loongforge_fuse.testing import TinyVLA
 
@@ -97,3 +97,21 @@ def test_emulated_capture_undoes_its_trial(place):
 def test_bad_settings_name_the_field(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         GraphConfig(**bad)
+
+
+def test_undoing_compiled_regions_puts_back_a_forward_that_was_patched_before():
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+
+    model = Blocks()
+    plain = model.blocks[0].forward
+    model.blocks[0].forward = lambda x: plain(x) + 1
+    patched = model.blocks[0].forward
+    regions = compile_regions(model)
+    assert regions.modules == ("blocks.0", "blocks.1")
+    assert model.blocks[0].forward is not patched
+    regions.undo()
+    assert model.blocks[0].forward is patched
+    assert "forward" not in model.blocks[1].__dict__

@@ -167,3 +167,44 @@ def test_tf32_is_switched_for_the_process_and_back():
     assert torch.get_float32_matmul_precision() == "high"
     applied.undo()
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_loaded_checkpoint_reaches_the_quantised_copy():
+    model = Tower()
+    apply_precision(model, PrecisionPolicy.float8_frozen("frozen.*"))
+    x = torch.randn(4, 32)
+    state = {name: value * 2 + 0.1 for name, value in model.state_dict().items()}
+    buffer = model.frozen[0].weight_float8
+    model.load_state_dict(state)
+    fresh = Tower()
+    fresh.load_state_dict(state)
+    apply_precision(fresh, PrecisionPolicy.float8_frozen("frozen.*"))
+    assert torch.equal(model(x), fresh(x))
+    # In place, so that a graph that was recorded before reads the new weights.
+    assert model.frozen[0].weight_float8 is buffer
+
+
+def test_a_float8_layer_says_so_when_a_gradient_should_pass_it():
+    model = Tower()
+    apply_precision(model, PrecisionPolicy.float8_frozen("frozen.*"))
+    with pytest.raises(RuntimeError, match="leave this layer out"):
+        model(torch.randn(4, 32, requires_grad=True))
+    with torch.no_grad():
+        model(torch.randn(4, 32, requires_grad=True))
+
+
+def test_undo_puts_back_a_forward_that_was_patched_before():
+    model = Tower()
+    plain = model.head.forward
+
+    def patched(x):
+        return plain(x) + 1
+
+    model.head.forward = patched
+    x = torch.randn(2, 32)
+    expected = model(x)
+    applied = apply_precision(model, PrecisionPolicy.of([PrecisionRule(pattern="head", compute="bf16")]))
+    assert not torch.equal(model(x).float(), expected)
+    applied.undo()
+    assert model.head.forward is patched
+    assert torch.equal(model(x), expected)

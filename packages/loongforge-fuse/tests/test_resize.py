@@ -8,9 +8,11 @@ from loongforge_fuse import (
     ResizeConfig,
     adaptive_resize,
     batch_positions,
+    embed_patches,
     grid_positions,
     masked_attention,
     masked_mean,
+    pack_patches,
 )
 from loongforge_fuse.resize import pad_images
 from loongforge_fuse.resize.adaptive import centre_crop, resize_image
@@ -123,3 +125,49 @@ def test_masked_mean_ignores_padding_and_survives_empty_samples():
     tokens = torch.tensor([[[1.0], [3.0], [float("nan")]], [[9.0], [9.0], [9.0]]])
     keep = torch.tensor([[True, True, False], [False, False, False]])
     assert masked_mean(tokens, keep).flatten().tolist() == [2.0, 0.0]
+
+
+def mixed_images(dtype, *, garbage=False):
+    generator = torch.Generator().manual_seed(0)
+    images = [
+        torch.randint(0, 256, (3, h, w), generator=generator, dtype=torch.uint8)
+        for h, w in ((28, 42), (42, 28), (14, 14))
+    ]
+    images = images if dtype == torch.uint8 else [image.to(dtype) / 255 for image in images]
+    batch = pad_images(images)
+    if garbage:
+        batch.pixels.masked_fill_(~batch.valid[:, None], float("nan"))
+    return images, batch
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("bias", [True, False])
+def test_patches_equal_a_convolution_of_each_image_alone_with_its_own_positions(dtype, bias):
+    torch.manual_seed(0)
+    images, batch = mixed_images(dtype, garbage=dtype.is_floating_point)
+    weight = torch.randn(8, 3, 14, 14, requires_grad=True)
+    offset = torch.randn(8) if bias else None
+    table = torch.randn(16, 8)
+    padded = embed_patches(batch, weight, offset, patch=14, positions=table)
+    packed, layout = pack_patches(batch, weight, offset, patch=14, positions=table)
+    assert padded.tokens.shape == (3, 9, 8)
+    assert padded.grids == ((2, 3), (3, 2), (1, 1))
+    assert layout.lengths == (6, 6, 1)
+    expected = []
+    for image, (rows, columns) in zip(images, padded.grids, strict=True):
+        pixels = (image.float() / 255 - 0.5) / 0.5 if dtype == torch.uint8 else image
+        own = torch.nn.functional.conv2d(pixels[None], weight, offset, stride=14)[0].flatten(1).t()
+        expected.append(own + grid_positions(table, rows, columns))
+    torch.testing.assert_close(packed, torch.cat(expected), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(padded.tokens[padded.keep], torch.cat(expected), rtol=1e-4, atol=1e-4)
+    assert not padded.tokens[~padded.keep].any()
+    packed.square().sum().backward()
+    one, weight.grad = weight.grad, None
+    padded.tokens.square().sum().backward()
+    torch.testing.assert_close(weight.grad, one, rtol=1e-4, atol=1e-2)
+    assert torch.isfinite(one).all()
+
+
+def test_images_without_whole_patches_are_refused_with_the_setting_to_change():
+    with pytest.raises(ValueError, match=r"ResizeConfig\(multiple=14\)"):
+        embed_patches(pad_images([torch.zeros(3, 20, 28)]), torch.zeros(4, 588), patch=14)

@@ -143,7 +143,9 @@ class FrozenFeatureCache:
         self._refresh()
         keys = [self._key(sample, transform) for sample in samples]
         found = [self._get(key) for key in keys]
-        missing = [i for i in rows if found[i] is None]
+        # A sample that stands in the batch twice is computed once.
+        first = {keys[i]: i for i in reversed(rows)}
+        missing = [i for i in rows if found[i] is None and first[keys[i]] == i]
         if missing:
             with torch.no_grad():
                 fresh = compute(missing)
@@ -154,6 +156,7 @@ class FrozenFeatureCache:
             for place, row in enumerate(missing):
                 found[row] = fresh[place]
                 self._put(keys[row], fresh[place])
+            found = [found[first[keys[i]]] if f is None else f for i, f in enumerate(found)]
         device = self._device()
         return torch.stack([f.to(device, non_blocking=True) for f in found if f is not None])
 
@@ -227,7 +230,9 @@ class FrozenFeatureCache:
             "disk": self.config.disk_bytes,
         }
         if key in self._tiers[name]:
-            self._drop(name, key)
+            # Its file, if it has one, has just been written anew.
+            del self._tiers[name][key]
+            self._held[name] -= self._sizes[name].pop(key)
         while self._tiers[name] and self._held[name] + size > limits[name]:
             oldest = next(iter(self._tiers[name]))
             old, old_size = self._tiers[name][oldest], self._sizes[name][oldest]

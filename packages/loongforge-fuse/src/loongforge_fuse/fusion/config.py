@@ -45,10 +45,10 @@ class FusionConfig:
         debug_gradients: Keep each micro-batch's weight gradients on the outcome. Costs one backward per
             micro-batch. Default False.
         predict_memory: Predict the fused activations from one micro-batch's forward pass before the first
-            window (always done for ``"auto"``). Default True; it needs a GPU or a ``free_bytes`` function
-            to compare with.
+            window, scaled by the size of the group's inputs (always done for ``"auto"``). Default True; it
+            needs a GPU or a ``free_bytes`` function to compare with.
         memory_headroom: Share of the free memory that fused activations may fill. Default 0.9.
-        trace_length: Windows kept in the trace. Default 2000.
+        trace_length: Groups of micro-batches kept in the trace. Default 2000.
     """
 
     fusion_batch_size: int | Literal["auto"] = 4

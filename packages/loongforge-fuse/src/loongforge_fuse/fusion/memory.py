@@ -51,6 +51,11 @@ def _saved(model: nn.Module, batch: Batch) -> int:
     return total
 
 
+def elements(batch: Batch) -> int:
+    """Return the elements of all tensors of a batch: what its activations grow with."""
+    return sum(value.numel() for value in batch.values() if isinstance(value, Tensor))
+
+
 def free_bytes(model: nn.Module) -> int | None:
     """Return what the model's device can still give, idle blocks included; None on the CPU."""
     device = next((p.device for p in model.parameters() if p.is_cuda), None)

@@ -18,12 +18,12 @@ from loongforge_fuse.fusion.batch import (
 )
 from loongforge_fuse.fusion.config import FusionConfig, check_divides
 from loongforge_fuse.fusion.cost import Layout
-from loongforge_fuse.fusion.memory import activation_bytes, free_bytes, largest_factor
+from loongforge_fuse.fusion.memory import activation_bytes, elements, free_bytes, largest_factor
 from loongforge_fuse.fusion.packing import PackRule
 from loongforge_fuse.fusion.probe import probe_fusion
 from loongforge_fuse.fusion.reasons import RefusalReason
 from loongforge_fuse.fusion.refusal import Refusal, inspect_model
-from loongforge_fuse.protocol import Batch, unwrap
+from loongforge_fuse.protocol import Batch, batch_size, unwrap
 
 Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
 """Element-wise maximum over all ranks of a short tuple of integers."""
@@ -60,6 +60,7 @@ class WindowPlanner:
         self._available = available or (lambda: free_bytes(model))
         self._factor: int | None = None
         self._bytes: int | None = None
+        self._measured: int | None = None
         self._probed = config.probe == "off"
         self.lasting: Refusal | None = None
         self.steps = config.accumulation_steps
@@ -90,6 +91,7 @@ class WindowPlanner:
     def _largest(self, batch: Batch) -> int:
         """Return the largest factor that fits on every rank."""
         self._bytes = activation_bytes(self._model, batch)
+        self._measured = elements(batch)
         own = largest_factor(
             accumulation_steps=self.steps or 1,
             per_micro_batch=self._bytes,
@@ -155,13 +157,18 @@ class WindowPlanner:
         available = self._available()
         if available is None:
             return None
-        if self._bytes is None:
+        if self._bytes is None or self._measured is None:
             self._bytes = activation_bytes(self._model, batches[0])
-        needed = len(batches) * self._bytes
+            self._measured = elements(batches[0])
+        # Every sample is padded to the largest of its group at worst.
+        largest = max(elements(batch) / max(batch_size(batch), 1) for batch in batches)
+        share = largest * sum(map(batch_size, batches)) / max(self._measured, 1)
+        needed = share * self._bytes
         if needed <= self._config.memory_headroom * available:
             return None
         detail = (
-            f"{len(batches)} x {self._bytes / 2**20:.0f} MiB of activations against "
+            f"{needed / 2**20:.0f} MiB of activations ({share:.1f} times a micro-batch of "
+            f"{self._bytes / 2**20:.0f} MiB) against "
             f"{available / 2**20:.0f} MiB free, of which {self._config.memory_headroom:.0%} may be filled"
         )
         return Refusal(reason=RefusalReason.MEMORY_PREDICTED, detail=detail)

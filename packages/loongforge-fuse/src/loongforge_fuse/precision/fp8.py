@@ -69,9 +69,25 @@ class Float8FrozenLinear(nn.Module):
         weight, scale = quantise_rows(linear.weight.detach())
         self.register_buffer("weight_float8", weight, persistent=False)
         self.register_buffer("weight_scale", scale, persistent=False)
+        # A checkpoint is loaded into the original weight; the quantised copy has to follow.
+        self.register_load_state_dict_post_hook(lambda module, _: module.requantise())
+
+    @torch.no_grad()
+    def requantise(self) -> None:
+        """Quantise the weight anew, into the same memory; call it after changing the weight in place."""
+        weight, scale = quantise_rows(self.weight.detach())
+        for buffer, value in ((self.weight_float8, weight), (self.weight_scale, scale)):
+            if isinstance(buffer, Tensor):
+                buffer.copy_(value)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., K) to (..., N), in the dtype of ``x``; in bfloat16 under autocast."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            message = (
+                "a float8 layer passes no gradient on, but its input needs one: something below it trains; "
+                "leave this layer out of the float8 rule's pattern"
+            )
+            raise RuntimeError(message)
         rows = x.reshape(-1, self.in_features)
         quantised, scale = quantise_rows(rows)
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
