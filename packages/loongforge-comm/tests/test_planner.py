@@ -199,12 +199,22 @@ def test_noisy_measurements_become_monotone() -> None:
     assert again.curves["ring"] == curve
 
 
-def test_correction_learns_offset_and_factor_despite_outliers() -> None:
+def test_correction_learns_the_extra_time_of_buckets_that_ran_alone_despite_outliers() -> None:
     idle = [0.3, 5.0, 9.0, 18.0, 36.0]
     seen = [1.5 * v + 2.0 for v in idle]
-    seen[2] += 40.0
-    fitted = Correction.fit(idle, seen)
+    seen[2] += 4.0
+    fitted = Correction.fit(idle, seen, [True] * 5)
     assert (fitted.offset_ms, fitted.factor) == pytest.approx((2.0, 1.5), rel=0.1)
     link = LinkModel.from_alpha_beta(1.0, 1.0).corrected({"ring": Correction(offset_ms=3.0, factor=2.0)})
     assert link.curves["ring"].alpha_ms == pytest.approx(5.0)
-    assert Correction.fit([1.0], [0.5]) == Correction()
+    assert Correction.fit([1.0], [1.0]) == Correction()
+    assert Correction.fit([0.0], [1.0]) == Correction()
+
+
+def test_buckets_that_shared_the_link_are_no_sign_of_a_start_up_time() -> None:
+    """Two in flight land together: the first seems slow, the second free; only the sum means something."""
+    idle = [10.0, 1.0, 20.0, 2.0, 40.0, 4.0]
+    seen = [5.0, 7.1, 10.0, 14.2, 20.0, 28.4]
+    fitted = Correction.fit(idle, seen, [False] * 6)
+    assert fitted.offset_ms == 0.0
+    assert fitted.factor == pytest.approx(1.1)

@@ -71,10 +71,12 @@ class Flight:
             work.wait(timedelta(seconds=limit_s))
         except RuntimeError:
             # A slice that ran out and a failed transfer are both RuntimeError; only the first leaves the work
-            # open.
-            if not work.is_completed() and time.perf_counter() - begin >= 0.9 * limit_s:
+            # open. A work that completed between the timeout and this line says what it is when asked again.
+            if time.perf_counter() - begin < 0.9 * limit_s:
+                raise
+            if not work.is_completed():
                 return False
-            raise
+            work.wait()
         if not self.landed:
             self.landed = time.perf_counter()
         return True
@@ -106,6 +108,7 @@ class Channels:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._watching: dict[torch.device, torch.cuda.Stream] = {}
 
     def _group(self) -> dist.ProcessGroup:
         group = dist.new_group(list(self.ranks), timeout=self._timeout, use_local_synchronization=True)
@@ -160,10 +163,18 @@ class Channels:
             else:
                 self._submit(flight, payload, strategy)
             if timed and side is not None:
-                if flight.work is not None:
-                    flight.work.wait()
-                flight.done_event = cuda_event()
+                flight.done_event = self._landing_event(buffer.device, flight.work)
         return flight
+
+    def _landing_event(self, device: torch.device, work: dist.Work | None) -> torch.cuda.Event:
+        """An event after the collective, on a stream of its own: the next bucket's packing must not wait."""
+        if work is None:
+            return cuda_event()
+        if device not in self._watching:
+            self._watching[device] = cuda_stream(device)
+        with torch.cuda.stream(self._watching[device]):
+            work.wait()
+            return cuda_event()
 
     def _communicator(self, strategy: str, payload: Tensor) -> dist.ProcessGroup:
         """The plain group, or with ``nccl_algorithms`` one whose communicator was made under a forced

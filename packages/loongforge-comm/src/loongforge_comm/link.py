@@ -119,21 +119,45 @@ class Curve:
 class Correction:
     """How collectives in training differ from the idle link: ``offset_ms + factor * idle``.
 
-    The offset is what a collective waits for a processor while backward runs; the factor is shared bandwidth.
+    The factor is the bandwidth that is left beside backward; the offset is what a collective that runs alone
+    waits for a processor.
     """
 
     offset_ms: float = 0.0
     factor: float = 1.0
 
     @classmethod
-    def fit(cls, idle_ms: Sequence[float], seen_ms: Sequence[float]) -> Correction:
-        """Median of pairwise slopes (0.7 to 2), then the median remainder as offset, never negative."""
+    def fit(
+        cls, idle_ms: Sequence[float], seen_ms: Sequence[float], alone: Sequence[bool] = ()
+    ) -> Correction:
+        """Match the total time the link was busy, and the extra time of the buckets that ran alone.
+
+        Two buckets in flight share the link: how the time splits between them says nothing about start-up,
+        only their sum says something about bandwidth. So the factor (0.7 to 2) is the ratio of the sums; the
+        offset is what is left of the buckets that ran alone, if there are three, after their median slope.
+
+        Args:
+            idle_ms: predicted time of each bucket on the idle link.
+            seen_ms: time each added to the busy time of the link.
+            alone: which had no other bucket in flight; none when left out.
+        """
         idle, seen = np.asarray(idle_ms, dtype=np.float64), np.asarray(seen_ms, dtype=np.float64)
-        a, b = np.triu_indices(len(idle), k=1)
-        wide = np.abs(idle[a] - idle[b]) > 0.2 * np.maximum(idle[a], idle[b])
-        slopes = (seen[a] - seen[b])[wide] / (idle[a] - idle[b])[wide]
-        factor = float(np.clip(np.median(slopes), 0.7, 2.0)) if len(slopes) >= 3 else 1.0
-        return cls(offset_ms=max(0.0, float(np.median(seen - factor * idle))), factor=factor)
+        if not idle.sum() > 0:
+            return cls()
+        factor = _limited(seen.sum() / idle.sum())
+        solo = np.flatnonzero(alone)
+        if len(solo) < 3:
+            return cls(factor=factor)
+        i, j = (solo[k] for k in np.triu_indices(len(solo), k=1))
+        wide = np.abs(idle[i] - idle[j]) > 0.2 * np.maximum(idle[i], idle[j])
+        slopes = (seen[i] - seen[j])[wide] / (idle[i] - idle[j])[wide]
+        slope = float(np.clip(np.median(slopes), 1.0, 2.0)) if len(slopes) >= 3 else factor
+        offset = max(0.0, float(np.median(seen[solo] - slope * idle[solo])))
+        return cls(offset_ms=offset, factor=_limited((seen.sum() - len(solo) * offset) / idle.sum()))
+
+
+def _limited(factor: float) -> float:
+    return float(np.clip(factor, 0.7, 2.0))
 
 
 @dataclass(frozen=True, kw_only=True)

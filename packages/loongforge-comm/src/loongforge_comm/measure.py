@@ -81,9 +81,10 @@ def measure_channels(
 ) -> LinkModel:
     """Time each strategy over payload sizes on the real groups (collective call).
 
-    The time of a size is the median over repetitions of the minimum over ranks, so that a rank that enters
-    late does not count as slow link. The ring gets 60 % of the budget because it is always needed. All ranks
-    return rank 0's table.
+    The time of a size is the lower quartile over repetitions of the minimum over ranks, so that a rank that
+    enters late does not count as slow link. Repetitions follow each other without a pause, as buckets do: a
+    link that gives a burst after a rest would otherwise look faster than it stays. The ring gets 60 % of the
+    budget because it is always needed. All ranks return rank 0's table.
 
     Args:
         channels: the groups to measure.
@@ -137,7 +138,8 @@ def _measure(
     repeats = REPEATS
     for position, size in enumerate(SIZES):
         payload = torch.zeros(size // 4, dtype=torch.float32, device=device)
-        _time(name, payload, group)
+        dist.barrier(group)
+        _time(name, payload, group)  # also spends what the link had saved up: token buckets, empty queues
         own = [_time(name, payload, group) for _ in range(repeats)]
         parts = agreement.exchange(f"times/{name}", [own, time.perf_counter() - begin])
         table = np.asarray([part[0] for part in parts])  # type: ignore[index]
@@ -170,7 +172,6 @@ def _launch_ms(channels: Channels, device: torch.device) -> float:
 
 
 def _time(name: str, payload: torch.Tensor, group: dist.ProcessGroup) -> float:
-    dist.barrier(group)
     begin = time.perf_counter()
     ALGORITHMS[name](payload, group)
     if payload.is_cuda:

@@ -68,7 +68,8 @@ class Planning:
         seen.
         """
         names = [spec.name for spec in plan.gradients]
-        mine = {str(index): ms for index, ms in telemetry.bucket_ms().items()}
+        solo = telemetry.ran_alone()
+        mine = {str(index): [ms, index in solo] for index, ms in telemetry.bucket_ms().items()}
         parts = self._team.agreement.exchange("ready-times", [self._times(names), mine])
         pairs = [part for part in parts if isinstance(part, list)]
         tables = [times for times, _ in pairs if times]
@@ -152,19 +153,16 @@ class Planning:
         last = median(max(times.values()) for times in kept)
         return [median([times[n] for times in kept if n in times] or [last]) for n in names]
 
-    def _correct(self, plan: CommPlan, tables: Sequence[Mapping[str, float]]) -> None:
-        """Learn from the bucket times of all ranks: the minimum over ranks leaves waiting for stragglers
-        out.
-        """
+    def _correct(self, plan: CommPlan, tables: Sequence[Mapping[str, tuple[float, bool]]]) -> None:
+        """Learn from the bucket times of all ranks; their minimum leaves waiting for stragglers out."""
         if self.link is None or not tables:
             return
-        pairs: dict[str, list[tuple[float, float]]] = {}
+        points: dict[str, list[tuple[float, float, bool]]] = {}
         for bucket in plan.buckets:
             seen = [table[str(bucket.index)] for table in tables if str(bucket.index) in table]
             if len(seen) == len(tables) and bucket.nbytes:
                 idle = self.link.predict_ms(bucket.strategy, bucket.nbytes)
-                pairs.setdefault(bucket.strategy, []).append((idle, min(seen)))
-        for strategy, points in pairs.items():
-            self.corrections[strategy] = Correction.fit(
-                [idle for idle, _ in points], [ms for _, ms in points]
-            )
+                fastest = min(ms for ms, _ in seen)
+                points.setdefault(bucket.strategy, []).append((idle, fastest, all(solo for _, solo in seen)))
+        for strategy, rows in points.items():
+            self.corrections[strategy] = Correction.fit(*zip(*rows, strict=True))

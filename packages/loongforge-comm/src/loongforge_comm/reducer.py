@@ -1,50 +1,28 @@
-"""The state machine of one backward: counts ready gradients, launches buckets in order, finishes at the
-end.
-"""
+"""The state machine of one backward: counts ready gradients, launches buckets in order, waits at the end."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from loongforge_comm.algorithms import sparse_all_reduce
+from loongforge_comm.border import RequestWord
 from loongforge_comm.channels import Channels, Flight
 from loongforge_comm.errors import DivergentGradientError
-from loongforge_comm.flat import FlatBucket, FlatStore
+from loongforge_comm.flat import FlatStore
 from loongforge_comm.internals import at_end_of_backward, cuda_event, current_backward, nested_backward
+from loongforge_comm.packing import pack, publish
 from loongforge_comm.plan import CommPlan
+from loongforge_comm.records import BackwardRecord, DeviceTimes, ReadyTimes
 
-
-@dataclass(kw_only=True)
-class BackwardRecord:
-    """Times of one synchronised backward, in seconds of ``time.perf_counter()``.
-
-    Attributes:
-        begin: first sign of the backward.
-        end: end of the gradient computation.
-        finish: all averages in place.
-        first_ready: first gradient ready.
-        spans: launch and landing of each bucket that is known to the host.
-        deferred: the buckets were launched after backward (first backward, mode ``simple``, ``reduce_now``).
-        captured: the work was recorded into a CUDA graph; times mean nothing.
-    """
-
-    begin: float = 0.0
-    end: float = 0.0
-    finish: float = 0.0
-    first_ready: float = 0.0
-    spans: dict[int, tuple[float, float]] = field(default_factory=dict)
-    deferred: bool = False
-    captured: bool = False
-
+DEVICE_TIMES_EVERY = 10
+"""On CUDA every tenth backward is timed by events, and every one while profiling: microseconds per bucket."""
 
 WaitBucket = Callable[[int, Flight], None]
 
@@ -78,7 +56,6 @@ class Reducer:
         self.sync = True
         self.overlap = overlap
         self.request = False
-        self.requested = False
         self.profile = False
         self.last = BackwardRecord()
         self.last_ready: dict[str, float] = {}
@@ -101,9 +78,9 @@ class Reducer:
             index: flat.buffer.is_cuda and _is_nccl(channels.ring)
             for index, flat in self._store.buckets.items()
         }
-        self._control_read: tuple[Tensor, torch.cuda.Event] | None = None
-        self._control_older: tuple[Tensor, torch.cuda.Event] | None = None
+        self._word = RequestWord()
         self._cuda = any(p.is_cuda for p in parameters.values())
+        self._backwards = 0
         self._reset()
 
     # ---- life of one backward
@@ -114,8 +91,7 @@ class Reducer:
         self._next = 0
         self._waiting = list(self._sizes)
         self._fired: dict[str, int] = {}
-        self._ready_at: dict[str, float] = {}
-        self._ready_events: dict[str, torch.cuda.Event] = {}
+        self._ready = ReadyTimes()
         self._flights: dict[int, Flight] = {}
         self._used: dict[str, bool] = {}
         self._record = BackwardRecord()
@@ -139,12 +115,25 @@ class Reducer:
         """Note the start of a backward and ask autograd to call back at its end."""
         if not self._armed:
             self._armed = True
-            self._record = BackwardRecord(
-                begin=time.perf_counter(), deferred=self._deferred or not self.overlap
-            )
+            self._record = self._begin(deferred=self._deferred or not self.overlap)
         if self._callback_task < 0 and not (nested if nested is not None else nested_backward()):
             self._callback_task = current_backward()
             at_end_of_backward(self._end_of_backward)
+
+    def _begin(self, *, deferred: bool) -> BackwardRecord:
+        record = BackwardRecord(begin=time.perf_counter(), deferred=deferred, on_device=self._cuda)
+        self._backwards += 1
+        if (
+            self._cuda
+            and (self.profile or self._backwards % DEVICE_TIMES_EVERY == 0)
+            and not self._capturing()
+        ):
+            record.device = DeviceTimes(begin=cuda_event())
+        return record
+
+    def carries(self, name: str) -> bool:
+        """Whether the plan averages this parameter."""
+        return name in self._bucket_of
 
     def fired(self, name: str, parameter: Tensor) -> None:
         """A gradient was accumulated (called by the parameter's hook)."""
@@ -154,12 +143,10 @@ class Reducer:
             if not self._armed or self._callback_task < 0:
                 self.arm()
             now = time.perf_counter()
-            if not self._ready_at:
+            if not len(self._ready):
                 self._record.first_ready = now
             count = self._fired[name] = self._fired.get(name, 0) + 1
-            self._ready_at[name] = now
-            if self.profile and parameter.is_cuda:
-                self._ready_events[name] = cuda_event()
+            self._ready.note(name, now, event=self.profile and parameter.is_cuda)
             buckets = self._bucket_of[name]
             if buckets[0] < self._next:
                 raise DivergentGradientError(self._fired_late(name, count, buckets[0]))
@@ -175,11 +162,9 @@ class Reducer:
     def _fired_late(self, name: str, count: int, bucket: int) -> str:
         return (
             f"gradient of {name!r} was accumulated for the {count}. time after bucket {bucket} had been "
-            "sent; "
-            f"{self._fires_expected[name]} were seen before (a block under reentrant checkpoint or an inner "
-            "backward?). "
-            "The step must be dropped on all ranks. Use use_reentrant=False, or mode='simple', which sends "
-            "after backward"
+            f"sent; {self._fires_expected[name]} were seen before (a block under reentrant checkpoint or an "
+            "inner backward?). The step must be dropped on all ranks. Use use_reentrant=False, or "
+            "mode='simple', which sends after backward"
         )
 
     def _end_of_backward(self) -> None:
@@ -194,21 +179,20 @@ class Reducer:
         if not record.begin:
             record.begin = record.end
         record.captured = self._capturing()
+        device = record.device = None if record.captured else record.device
+        if device is not None:
+            device.end = cuda_event()
         try:
-            while self._next < len(self._sizes):
-                if self.plan.buckets[self._next].strategy == "sparse":
-                    self._reduce_sparse(self._next)
-                else:
-                    self._launch(self._next)
+            self._send_rest()
             for index, flight in self._flights.items():
                 self._wait(index, flight)
             self._publish(captured=record.captured)
             record.finish = time.perf_counter()
-            for index, flight in self._flights.items():
-                if flight.landed:
-                    record.spans[index] = (flight.launched, flight.landed)
+            if device is not None:
+                device.finish = cuda_event()
+            self._note_spans(record)
             self.last = record
-            self.last_ready = self._relative_ready()
+            self.last_ready = self._ready.relative(record.begin)
             if not record.captured and self._fired:
                 self._fires_expected.update({n: max(c, 1) for n, c in self._fired.items() if self._deferred})
                 self._raise_expected()
@@ -218,6 +202,20 @@ class Reducer:
         if self.on_finish is not None:
             self.on_finish(record)
         return record
+
+    def _send_rest(self) -> None:
+        while self._next < len(self._sizes):
+            if self.plan.buckets[self._next].strategy == "sparse":
+                self._reduce_sparse(self._next)
+            else:
+                self._launch(self._next)
+
+    def _note_spans(self, record: BackwardRecord) -> None:
+        for index, flight in self._flights.items():
+            if flight.landed:
+                record.spans[index] = (flight.launched, flight.landed)
+            if record.device is not None and flight.start_event is not None and flight.done_event is not None:
+                record.device.spans[index] = (flight.start_event, flight.done_event)
 
     def _raise_expected(self) -> None:
         for name, count in self._fired.items():
@@ -229,7 +227,7 @@ class Reducer:
         with self._lock:
             held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             self._armed = True
-            self._record = BackwardRecord(begin=time.perf_counter(), deferred=True)
+            self._record = self._begin(deferred=True)
             record = self.finish()
             for name, gradient in held.items():
                 current = self._parameters[name].grad
@@ -253,63 +251,31 @@ class Reducer:
         side = self._channels.stream(flat.buffer.device) if flat.buffer.is_cuda else None
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(flat.buffer.device))
-        with torch.cuda.stream(side) if side is not None else _nothing():
-            self._pack(flat, average=self._backend_averages(index))
+        average = self._backend_averages(index)
+        with torch.cuda.stream(side) if side is not None else nullcontext():
+            self._used |= pack(
+                flat,
+                self._parameters,
+                self._store.views,
+                scale=1.0 if average else 1.0 / self.contributors,
+                request=self.request,
+            )
         self._flights[index] = self._channels.launch(
             flat.buffer,
             self.plan.buckets[index].strategy,
-            average=self._backend_averages(index),
+            average=average,
             compress=self._compress,
-            timed=self.profile and not self._capturing(),
+            timed=self._record.device is not None and not self._capturing(),
         )
         self._next = index + 1
 
     def _backend_averages(self, index: int) -> bool:
-        """NCCL divides inside the ring when every rank takes part (it scales before adding, so fp16 is
-        safe).
-        """
+        """NCCL divides inside the ring when every rank takes part (it scales before adding: fp16 is safe)."""
         return (
             self._nccl[index]
             and self.plan.buckets[index].strategy == "ring"
             and self.contributors == len(self._channels.ranks)
         )
-
-    @torch.no_grad()
-    def _pack(self, flat: FlatBucket, *, average: bool) -> None:
-        """Copy the gradients into the bucket, divided by the contributors before the sum (fp16 would overflow
-        after).
-        """
-        scale = 1.0 if average else 1.0 / self.contributors
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        used: list[bool] = []
-        for name in flat.names:
-            view = self._store.views[name]
-            gradient = self._parameters[name].grad
-            used.append(gradient is not None)
-            self._used[name] = gradient is not None
-            if gradient is None:
-                view.zero_()
-            elif gradient is view:
-                if scale != 1.0:
-                    view.mul_(scale)
-            elif gradient.is_sparse:
-                view.copy_(gradient.to_dense()).mul_(scale)
-            elif flat.buffer.is_cuda:
-                sources.append(gradient)
-                targets.append(view)
-            else:
-                torch.mul(gradient, scale, out=view)
-        if sources:
-            torch._foreach_copy_(targets, sources)
-            if scale != 1.0:
-                torch._foreach_mul_(targets, scale)
-        if all(used):
-            flat.flags.fill_(scale)
-        else:
-            flat.flags.copy_(torch.tensor(used, dtype=torch.float32).mul_(scale).to(flat.flags.dtype))
-        if flat.control.numel():
-            flat.control.fill_(1.0 if self.request else 0.0)
 
     def _reduce_sparse(self, index: int) -> None:
         (piece,) = self.plan.buckets[index].pieces
@@ -325,67 +291,19 @@ class Reducer:
 
     # ---- results
 
-    @torch.no_grad()
     def _publish(self, *, captured: bool) -> None:
-        """Point ``grad`` at the averages. Flags are read only where this rank had no gradient itself."""
         for flat in self._store.buckets.values():
-            missing = [i for i, name in enumerate(flat.names) if not self._used.get(name, False)]
-            if missing and captured:
-                names = [flat.names[i] for i in missing]
-                msg = (
-                    f"parameters {names[:5]} have no gradient while a CUDA graph is captured; whether "
-                    "another rank has "
-                    "one cannot be asked inside a graph. Give every captured parameter a gradient, or reduce "
-                    "after "
-                    "the replay with reduce_now()"
-                )
-                raise RuntimeError(msg)
-            shares = flat.flags.tolist() if missing else []
-            for i, name in enumerate(flat.names):
-                if self._used.get(name, False) or _share(shares[i]) > 0.0:
-                    self._parameters[name].grad = self._store.views[name]
+            publish(flat, self._parameters, self._store.views, self._used, captured=captured)
             if flat.control.numel() and not captured:
-                self._read_control(flat.control)
-
-    def _read_control(self, control: Tensor) -> None:
-        if not control.is_cuda:
-            self.requested = _share(control.tolist()[0]) > 0.0
-            return
-        host = torch.empty(1, dtype=control.dtype, pin_memory=True)
-        host.copy_(control, non_blocking=True)
-        self._control_read = (host, cuda_event())
+                self._word.read(flat.control)
 
     def take_request(self) -> bool:
-        """Whether some rank asked for the step border, as seen by all ranks.
-
-        On CUDA this is the word of the reduction before the last one, whose copy has long arrived: reading
-        the last one would make the host wait for the device in every step.
-        """
-        ready, self._control_older = self._control_older, self._control_read
-        self._control_read = None
-        if ready is not None:
-            host, event = ready
-            event.synchronize()
-            self.requested = _share(host.tolist()[0]) > 0.0
-        result, self.requested = self.requested, False
-        return result
+        """Whether some rank asked for the step border, as seen by all ranks."""
+        return self._word.take()
 
     def fires(self) -> dict[str, int]:
         """How often each hook fires per backward, as learned."""
         return dict(self._fires_expected)
-
-    def _relative_ready(self) -> dict[str, float]:
-        """Milliseconds from the start of backward to each gradient."""
-        begin = self._record.begin
-        times = {name: (at - begin) * 1e3 for name, at in self._ready_at.items()}
-        if self._ready_events:
-            first = next(iter(self._ready_events))
-            anchor = self._ready_events[first]
-            anchor.synchronize()
-            for name, event in self._ready_events.items():
-                event.synchronize()
-                times[name] = times[first] + anchor.elapsed_time(event)
-        return times
 
     def views(self) -> dict[str, Tensor]:
         """The gradient views by parameter name."""
@@ -399,32 +317,5 @@ class Reducer:
             self._parameters[name].grad = view
 
 
-def install_hooks(
-    parameters: Mapping[str, nn.Parameter], target: Callable[[], Reducer | None]
-) -> list[torch.utils.hooks.RemovableHandle]:
-    """Attach one post-accumulate hook per parameter that calls the reducer ``target`` returns at that
-    time.
-    """
-
-    def hook(name: str, parameter: Tensor) -> None:
-        reducer = target()
-        if reducer is not None and name in reducer._bucket_of:  # noqa: SLF001 - same module
-            reducer.fired(name, parameter)
-
-    return [
-        p.register_post_accumulate_grad_hook(partial(hook, name))  # type: ignore[no-untyped-call]
-        for name, p in parameters.items()
-    ]
-
-
 def _is_nccl(group: dist.ProcessGroup) -> bool:
     return "nccl" in str(dist.get_backend_config(group)).lower()
-
-
-def _share(value: complex | float) -> float:
-    return abs(value)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from loongforge_comm.plan import CommPlan
-from loongforge_comm.reducer import BackwardRecord
+from loongforge_comm.records import BackwardRecord
 
 HISTORY = 512
+PENDING = 16
+"""Backwards whose device times may be open; the oldest is dropped, so a device far behind costs no memory."""
 
 
 class Telemetry:
@@ -30,34 +32,57 @@ class Telemetry:
         self._first: deque[float] = deque(maxlen=HISTORY)
         self._overlap: deque[float] = deque(maxlen=HISTORY)
         self._bucket_ms: dict[int, deque[float]] = {}
+        self._alone: dict[int, deque[bool]] = {}
+        self._only_deferred = True
+        self._pending: deque[BackwardRecord] = deque(maxlen=PENDING)
         self.last_exposed_ms: float | None = None
         self.last_overlap: float | None = None
 
     def use_plan(self, plan: CommPlan) -> None:
         """Start new per-bucket series: bucket numbers mean something else now."""
         self._plan = plan
+        self._pending.clear()
         self._bucket_ms = {}
+        self._alone = {}
+        self._only_deferred = True
 
     def add(self, record: BackwardRecord) -> None:
-        """Account one synchronised backward."""
+        """Account one synchronised backward; a device's times follow when the device has passed them."""
         self.synced += 1
         self.bytes_sent += self._plan.nbytes
         if record.captured:
             self.captured += 1
             return
-        exposed = (record.finish - record.end) * 1e3
-        self.last_exposed_ms = exposed
-        self._exposed.append(exposed)
-        backward = (record.end - record.begin) * 1e3
-        self._backward.append(backward)
+        backward = record.end - record.begin
         if backward > 0 and record.first_ready:
-            self._first.append((record.first_ready - record.begin) * 1e3 / backward)
-        free = busy = 0.0
-        for index, (launched, landed) in sorted(record.spans.items(), key=lambda item: item[1][1]):
-            took = landed - max(launched, free)
-            free = max(free, landed)
-            busy += max(took, 0.0)
-            self._bucket_ms.setdefault(index, deque(maxlen=HISTORY)).append(max(took, 0.0) * 1e3)
+            self._first.append((record.first_ready - record.begin) / backward)
+        if record.device is not None:
+            self._pending.append(record)
+        self.collect()
+        if not record.on_device:
+            self._account(record)
+
+    def collect(self) -> None:
+        """Take over the device times that have become known; never waits for the device."""
+        while self._pending:
+            record = self._pending[0]
+            if record.device is None or not record.device.passed():
+                return
+            self._pending.popleft()
+            self._account(record.device.resolve(record))
+
+    def _account(self, record: BackwardRecord) -> None:
+        self.last_exposed_ms = (record.finish - record.end) * 1e3
+        self._exposed.append(self.last_exposed_ms)
+        self._backward.append((record.end - record.begin) * 1e3)
+        if self._only_deferred and not record.deferred:
+            self._bucket_ms, self._alone = {}, {}  # without backward beside them buckets took other times
+            self._only_deferred = False
+        busy = 0.0
+        for index, took, alone in _occupancy(record.spans):
+            busy += took
+            self._bucket_ms.setdefault(index, deque(maxlen=HISTORY)).append(took * 1e3)
+            self._alone.setdefault(index, deque(maxlen=HISTORY)).append(alone)
         if busy > 0:
             self._busy.append(busy * 1e3)
             tail = sum(max(0.0, b - max(a, record.end)) for a, b in _merge(record.spans.values()))
@@ -68,6 +93,10 @@ class Telemetry:
     def bucket_ms(self) -> dict[int, float]:
         """Median milliseconds of each bucket on the channel, queueing behind earlier buckets taken out."""
         return {index: float(np.median(series)) for index, series in self._bucket_ms.items() if series}
+
+    def ran_alone(self) -> set[int]:
+        """Buckets that had the channel for themselves in most backwards."""
+        return {index for index, series in self._alone.items() if 2 * sum(series) > len(series)}
 
     def groups(self) -> dict[str, dict[str, float]]:
         """Per group: buckets, MiB, mean and 95th percentile of the collective time in ms."""
@@ -87,6 +116,7 @@ class Telemetry:
 
     def summary(self) -> dict[str, object]:
         """Flat figures for logs; ``None`` where nothing was observed."""
+        self.collect()
         exposed = float(np.mean(self._exposed)) if self._exposed else None
         busy = float(np.mean(self._busy)) if self._busy else None
         return {
@@ -99,6 +129,7 @@ class Telemetry:
             "comm_ms_mean": busy,
             "overlap": self.last_overlap,
             "overlap_mean": float(np.mean(self._overlap)) if self._overlap else None,
+            "overlap_median": float(np.median(self._overlap)) if self._overlap else None,
             "first_gradient_share": self.first_gradient_share(),
         }
 
@@ -126,6 +157,16 @@ class StatusFile:
     def due(self) -> bool:
         """Whether a write would happen now."""
         return time.monotonic() - self._last >= self._every_s
+
+
+def _occupancy(spans: Mapping[int, tuple[float, float]]) -> Iterator[tuple[int, float, bool]]:
+    """Index, time the bucket added to the busy time of the channel, and whether no other was in flight."""
+    free = 0.0
+    for index, (launched, landed) in sorted(spans.items(), key=lambda item: item[1][1]):
+        others = (span for other, span in spans.items() if other != index)
+        alone = all(stop <= launched or start >= landed for start, stop in others)
+        yield index, max(0.0, landed - max(launched, free)), alone
+        free = max(free, landed)
 
 
 def _merge(spans: object) -> list[tuple[float, float]]:

@@ -1,10 +1,9 @@
-"""Hooks on the model: when a backward begins, when trainable parameters change, when buffers must be
-synchronised.
-"""
+"""Hooks on the model: backward begins, a gradient is ready, parameters were frozen, buffers need syncing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from loongforge_comm.agreement import Agreement
 from loongforge_comm.config import SchedulerConfig
 from loongforge_comm.gradients import trainable_parameters
 from loongforge_comm.internals import accumulates, current_backward
-from loongforge_comm.reducer import Reducer, install_hooks
+from loongforge_comm.reducer import Reducer
 
 
 class ModelWatch:
@@ -104,8 +103,7 @@ class ModelWatch:
         if sent:
             msg = (
                 f"the last backward ended with an error after {sent} buckets had been sent; the other ranks "
-                "wait "
-                "for the rest of that step. Restart from a checkpoint, or drop the step on all ranks"
+                "wait for the rest of that step. Restart from a checkpoint, or drop the step on all ranks"
             )
             raise RuntimeError(msg)
 
@@ -124,3 +122,19 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def install_hooks(
+    parameters: Mapping[str, nn.Parameter], target: Callable[[], Reducer | None]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """One post-accumulate hook per parameter that calls the reducer ``target`` returns at that time."""
+
+    def hook(name: str, parameter: Tensor) -> None:
+        reducer = target()
+        if reducer is not None and reducer.carries(name):
+            reducer.fired(name, parameter)
+
+    return [
+        p.register_post_accumulate_grad_hook(partial(hook, name))  # type: ignore[no-untyped-call]
+        for name, p in parameters.items()
+    ]
