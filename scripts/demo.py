@@ -24,7 +24,7 @@ def main() -> int:
         *("--steps", str(STEPS)),
         *("--seed", "0"),
         *("--output", str(FOLDER / "run")),
-        *("--resume", "never"),
+        *("--resume", "never", "--earlier-run", "move"),
         *("--device", "cpu"),
         *("--batch-size", "8"),
         *("--learning-rate", "1e-3"),

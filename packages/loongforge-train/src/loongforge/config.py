@@ -154,6 +154,9 @@ class TrainConfig:
     """torch.compile the model."""
     resume: str = "auto"
     """auto = newest complete checkpoint of the run directory, if any; never; or a checkpoint directory."""
+    earlier_run: Literal["refuse", "move"] = "refuse"
+    """What happens to files of an earlier run in the run directory that this one does not go on from: refuse
+    to start, or move them into earlier-N."""
     allow_mismatch: bool = False
     """Resume although data set or number of ranks changed; the data position starts a fresh epoch."""
     log_interval: int = 1

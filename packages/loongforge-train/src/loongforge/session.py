@@ -24,9 +24,10 @@ from loongforge.composition import AUTOCAST, build_parts, total_or_none, total_s
 from loongforge.config import TrainConfig
 from loongforge.control.live import Live
 from loongforge.engine import Parts, StepEngine
-from loongforge.errors import CheckpointError, LoongForgeError
+from loongforge.errors import CheckpointError, ConfigError, LoongForgeError
 from loongforge.probe import operator_cost_us, probed
 from loongforge.records import METRICS_FILE, StepRecord, drop_after
+from loongforge.rundir import prepare
 from loongforge.signals import StopRequest, watch_signals
 from loongforge.sinks import JsonlSink, Sink, TerminalSink, build_sink
 from loongforge.watchdog import Watchdog
@@ -186,10 +187,8 @@ class Session:
         if self.ranks.rank == 0:
             for entry in self.writer.clean():
                 log.info("removed %s, left by an interrupted write", entry.name)
+        self._prepare(folder)
         if folder is None:
-            if self.ranks.rank == 0:
-                drop_after(self.run_dir / METRICS_FILE, 0)
-            self.ranks.barrier()
             return None
         restored = restore(self.engine, self.config, folder)
         for note in restored.notes:
@@ -200,6 +199,18 @@ class Session:
         self.ranks.barrier()
         self._saved_step = restored.step if folder.parent == self.run_dir else None
         return restored
+
+    def _prepare(self, start: Path | None) -> None:
+        """Look at what an earlier run left, on rank 0; a refusal is one on all ranks."""
+        problem = ""
+        if self.ranks.rank == 0:
+            try:
+                prepare(self.run_dir, start=start, resume=self.config.resume, earlier=self.config.earlier_run)
+            except ConfigError as error:
+                problem = str(error)
+        problem = self.ranks.broadcast_text(problem)
+        if problem:
+            raise ConfigError(problem)
 
     def _choose_checkpoint(self) -> Path | None:
         """Decide on rank 0 and tell all; an error on rank 0 is an error on all (fault T03)."""

@@ -36,6 +36,8 @@ class LoongTrainer:
         checkpoint_dir: Run directory: records, checkpoints, control socket.
         log_interval: Steps between two lines on the terminal.
         resume: ``auto`` = newest complete checkpoint of ``checkpoint_dir`` if any, ``never``, or a directory.
+        earlier_run: What happens to files of an earlier run in ``checkpoint_dir`` that this one does not go
+            on from: ``refuse`` or ``move`` (into ``earlier-N``).
         seed: Seed of this rank's random draws.
         max_grad_norm: Clip the global gradient norm; None does not clip.
         callbacks: Called with each :class:`StepRecord`, in order.
@@ -63,6 +65,7 @@ class LoongTrainer:
         log_interval: int = 10,
         *,
         resume: str = "auto",
+        earlier_run: str = "refuse",
         seed: int = 0,
         max_grad_norm: float | None = None,
         callbacks: Sequence[Callable[[StepRecord], object]] = (),
@@ -89,6 +92,7 @@ class LoongTrainer:
             "precision": PRECISIONS[mixed_precision],
             "log_interval": log_interval,
             "resume": resume,
+            "earlier_run": earlier_run,
             "seed": seed,
             "clip_norm": max_grad_norm,
             "device": device,

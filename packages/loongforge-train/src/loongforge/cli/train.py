@@ -79,6 +79,12 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="auto, never, or a checkpoint directory.", rich_help_panel=SAFETY)
     ] = None,
+    earlier_run: Annotated[
+        str | None,
+        typer.Option(
+            help="Files of an earlier run in OUTPUT: refuse, or move aside.", rich_help_panel=SAFETY
+        ),
+    ] = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(help="Steps between checkpoints; 0 = last only.", rich_help_panel=SAFETY),
@@ -124,6 +130,7 @@ def train(
         "strategy": strategy,
         "compile": compile_model,
         "resume": resume,
+        "earlier_run": earlier_run,
         "allow_mismatch": allow_mismatch,
         "pillars": {
             "mem": mem,

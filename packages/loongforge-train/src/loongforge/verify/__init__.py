@@ -8,6 +8,7 @@ wherever the reference itself is; what reorders or rounds is held against tolera
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from loongforge.config import CheckpointConfig, TrainConfig
 from loongforge.ranks import Ranks
+from loongforge.records import METRICS_FILE
 from loongforge.verify.curves import Build, Curve, run_curve
 from loongforge.verify.draw import plot
 from loongforge.verify.judge import Verdict, exact_rule, judge, verdict_rows
@@ -61,6 +63,7 @@ def verify(
             is judged: atomic additions make it differ from itself. On the CPU it repeats bit for bit and is
             run once.
     """
+    forget(folder, ranks)
     base = reference_config(config, folder, "reference")
     reference = run_curve(base, ranks, build)
     again: list[Curve] = []
@@ -73,6 +76,15 @@ def verify(
         curve = run_curve(toggle.change(reference_config(config, folder, toggle.name)), ranks, build)
         results.append((judge(toggle, base, reference, curve, exact), curve))
     return reference, results
+
+
+def forget(folder: Path, ranks: Ranks) -> None:
+    """Remove what an earlier verification left in its folder; anything else there is left alone."""
+    if ranks.rank == 0:
+        for name in ("reference", *TOGGLES, *(path.name for path in folder.glob("repeat_*"))):
+            if (folder / name / METRICS_FILE).exists():
+                shutil.rmtree(folder / name)
+    ranks.barrier()
 
 
 def recipe_build(config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Callable[[], object]]:
