@@ -102,6 +102,8 @@ def run(dataset: RobotDataset, *, kills: int, workers: int, seed: int) -> dict[s
 
 def main() -> None:
     """Run with one, two and four workers."""
+    import torch  # noqa: F401 - a trainer has it; loading it is no wait for data
+
     arguments = parser(__doc__).parse_args()
     kills = 12 if arguments.quick else 100
     with tempfile.TemporaryDirectory() as folder:

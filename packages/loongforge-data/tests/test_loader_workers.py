@@ -400,3 +400,11 @@ def test_batch_too_large_for_its_slot_says_how_to_go_on():
         pytest.raises(DataError, match="slot_mb"),
     ):
         list(loader)
+
+
+def test_batches_of_thousands_of_samples_fit_the_board():
+    """The list of a batch's samples travels in its job."""
+    with ADFEDataLoader(ToyDataset(6000), 2500, 2, shuffle=True, seed=3, slot_mb=1) as loader:
+        batches = indices_of(loader)
+    assert [len(batch) for batch in batches] == [2500, 2500, 1000]
+    assert sorted(i for batch in batches for i in batch) == list(range(6000))

@@ -57,7 +57,7 @@ impl Board {
             .into_iter()
             .filter(|report| report.kind == job::FAILED);
         failed
-            .map(|report| (report.serial, PyBytes::new(py, &report.payload)))
+            .map(|report| (report.serial, PyBytes::new(py, &report.error)))
             .collect()
     }
 

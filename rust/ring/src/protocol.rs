@@ -192,7 +192,7 @@ pub mod job {
     pub const CLAIMED: u32 = 2;
     /// Finished.
     pub const DONE: u32 = 3;
-    /// Finished with an error, whose text is in the payload.
+    /// Finished with an error, which lies beside the payload.
     pub const FAILED: u32 = 4;
 
     /// State word of a job claimed by `worker`.

@@ -68,7 +68,7 @@ fn jobs_come_oldest_first_and_wait_for_their_slot() {
     assert!(worker.finish(1, second.entry, None).is_err());
     let failed = owner.collect();
     assert_eq!(
-        (failed.len(), failed[0].payload.as_slice()),
+        (failed.len(), failed[0].error.as_slice()),
         (1, b"broken".as_slice())
     );
     assert_eq!(owner.outstanding(), 0);
@@ -228,4 +228,44 @@ proptest! {
         }
         prop_assert!(due <= next);
     }
+}
+
+/// A worker that dies while it reports an error leaves the job whole for the next one.
+#[test]
+fn an_error_lies_beside_the_job_not_in_its_place() {
+    let (owner, worker) = pair();
+    owner.push(b"decode this", NO_SLOT).unwrap();
+    let first = worker.claim(0, NOW).unwrap().unwrap();
+    worker.finish(0, first.entry, Some(b"no")).unwrap();
+    assert_eq!(owner.peek(0, 4).len(), 0);
+    let failed = owner.collect();
+    assert_eq!(failed[0].error, b"no");
+    // The entry is used again: its payload is the new job's, and the old error is not seen.
+    owner.push(b"decode that", NO_SLOT).unwrap();
+    let second = worker.claim(1, NOW).unwrap().unwrap();
+    assert_eq!(second.payload, b"decode that");
+    assert_eq!(owner.requeue(1), 1);
+    assert_eq!(
+        worker.claim(0, NOW).unwrap().unwrap().payload,
+        b"decode that"
+    );
+}
+
+/// A slot's memory is taken once and again only after it was given back.
+#[test]
+fn memory_of_a_slot_is_taken_once() {
+    let (owner, worker) = pair();
+    assert_eq!(owner.reserved(0).unwrap(), 0);
+    owner.begin(0, 1, 1, 100).unwrap();
+    worker.reserve(0, 5000).unwrap();
+    worker.reserve(0, 300).unwrap();
+    assert_eq!(owner.reserved(0).unwrap(), 5000);
+    assert!(worker.mark(0, 1, 0, STORED).unwrap());
+    assert!(owner.take(0, 1, NOW).unwrap());
+    assert!(owner.slot(0).unwrap().release());
+    assert_eq!(owner.states(), vec![0, 0, 0]);
+    owner.shrink(0).unwrap();
+    assert_eq!(owner.reserved(0).unwrap(), 0);
+    owner.begin(0, 2, 1, 8192).unwrap();
+    assert_eq!(owner.reserved(0).unwrap(), 8192);
 }

@@ -247,7 +247,7 @@ class ADFEDataLoader(Generic[Batch]):
             plan = self._current_plan()
             pipeline = self._ready_pipeline(plan)
             if pipeline is not None:
-                pipeline.begin(plan, self._batch)
+                self._begin(pipeline, plan)
                 while self._batch < plan.num_batches:
                     batch = self._next_batch(pipeline, plan)
                     if batch is not None:
@@ -261,6 +261,15 @@ class ADFEDataLoader(Generic[Batch]):
         self._left_at = None
         if not self.persistent_workers:
             self._stop()
+
+    def _begin(self, pipeline: Pipeline, plan: EpochPlan) -> None:
+        """Let workers fill slots from the current position on."""
+        start = time.perf_counter()
+        pipeline.begin(plan, self._batch)
+        self._counters.wait_ms += 1e3 * (time.perf_counter() - start)
+        if self.collate_fn is None and torch_available():
+            # Takes seconds where the trainer has not loaded it yet: done while slots fill.
+            import torch  # noqa: F401
 
     def _ready_pipeline(self, plan: EpochPlan) -> Pipeline | None:
         if self._batch >= plan.num_batches:

@@ -26,7 +26,7 @@ from loongforge_data.supervision import CHECK_SECONDS, Supervisor
 from loongforge_data.telemetry import NAMES, LoaderCounters
 from loongforge_data.transport import unpack
 from loongforge_data.workers.crew import Crew, StartMethod
-from loongforge_data.workers.jobs import FAILED, PAYLOAD_BYTES
+from loongforge_data.workers.jobs import FAILED, payload_bytes
 from loongforge_data.workers.loop import WorkerSpec
 
 _FREE, _FILLING, _READY, _IN_USE = range(4)  # states of a slot
@@ -82,12 +82,13 @@ class RingPipeline:
         self._video = isinstance(spec.dataset, VideoDataset)
         self._collating = spec.collate_fn is not None and self._video
         pictures = spec.layout(settings.batch_size).pictures if self._video else 0
+        # A picture, a table and a collation are a job each at most.
         self._ring = Ring(
             slots=settings.slots,
             slot_bytes=settings.slot_bytes,
             items=pictures + 2,
-            jobs=4096,
-            payload=PAYLOAD_BYTES,
+            jobs=max(64, min(4096, settings.slots * (pictures + 2))),
+            payload=payload_bytes(settings.batch_size),
             workers=settings.workers,
         )
         self._crew = Crew(
@@ -116,6 +117,11 @@ class RingPipeline:
     def set_active(self, slots: int) -> None:
         """Use this many slots from now on (retuning); unused ones give their memory back."""
         self._active = max(2, min(slots, self._settings.slots))
+        if self._settings.shrink:
+            states = self._ring.states()
+            for slot in range(self._active, self._settings.slots):
+                if states[slot] == _FREE and self._ring.reserved(slot):
+                    self._ring.shrink(slot)
 
     def begin(self, plan: EpochPlan, batch: int) -> None:
         """Start at a batch of an epoch; whatever was under way is dropped, unless it is just that."""
@@ -193,23 +199,15 @@ class RingPipeline:
                     break
                 plan = self._plan = self._successor(plan)
                 self._next_batch = 0
-            free = self._free_slots()
-            size = self._chunk(plan)
-            if len(free) < size:
+            states = self._ring.states()[: self._active]
+            free, size = states.count(_FREE), self._chunk(plan)
+            if free < size:
                 if self._pending or not free:
                     break
-                size = len(free)
-            self._plan_chunk(plan, free[:size])
+                size = free
+            slots = [slot for slot, state in enumerate(states) if state == _FREE]
+            self._plan_chunk(plan, slots[:size])
         self._supervisor.publish()
-
-    def _free_slots(self) -> list[int]:
-        taken = {pending.planned.slot for pending in self._pending.values()}
-        states = self._ring.states()
-        if self._settings.shrink and self._active < self._settings.slots:
-            for slot in range(self._active, self._settings.slots):
-                if states[slot] == _FREE and slot not in taken and self._ring.reserved(slot):
-                    self._ring.shrink(slot)
-        return [slot for slot in range(self._active) if states[slot] == _FREE and slot not in taken]
 
     def _chunk(self, plan: EpochPlan) -> int:
         """Return how many batches to plan together: whole groups of the block shuffle where they fit."""

@@ -89,6 +89,21 @@ impl Ring {
         unsafe { slice::from_raw_parts(bytes.as_ptr(), length) }.to_vec()
     }
 
+    /// Where a failed job's error goes: beside its payload, which a worker that dies meanwhile leaves whole.
+    fn error_place(&self, entry: usize) -> NonNull<u8> {
+        let size = self.shape.payload as usize;
+        let place = self.map.at(self.plan.errors + entry * size, size);
+        place.unwrap_or(NonNull::dangling())
+    }
+
+    pub(super) fn error(&self, entry: usize) -> Vec<u8> {
+        let (head, _) = self.entry(entry);
+        let length = head.error_length.load(Ordering::Acquire);
+        let length = length.min(self.shape.payload) as usize;
+        // SAFETY: inside the entry's error area by the plan; the caller is the owner of an ended job.
+        unsafe { slice::from_raw_parts(self.error_place(entry).as_ptr(), length) }.to_vec()
+    }
+
     /// Waits for a job, oldest first, and claims it. `None` when the time is over or the ring stops.
     pub fn claim(&self, worker: u32, timeout: Duration) -> Result<Option<Claim>> {
         if worker >= self.shape.workers {
@@ -143,7 +158,7 @@ impl Ring {
         slot == NO_SLOT || self.slot(slot as usize).is_ok_and(|s| s.nearly())
     }
 
-    /// Ends a claimed job; a failed one carries an error in place of its payload.
+    /// Ends a claimed job; a failed one carries an error.
     pub fn finish(&self, worker: u32, entry: usize, error: Option<&[u8]>) -> Result<()> {
         if entry >= self.shape.jobs as usize {
             return Err(argument(
@@ -152,7 +167,7 @@ impl Ring {
                 format!("0 to {}", self.shape.jobs - 1),
             ));
         }
-        let (head, bytes) = self.entry(entry);
+        let (head, _) = self.entry(entry);
         if head.state.word() != job::claimed_by(worker) {
             return Err(argument(
                 "entry",
@@ -162,9 +177,10 @@ impl Ring {
         }
         if let Some(text) = error {
             let length = text.len().min(self.shape.payload as usize);
-            // SAFETY: this worker holds the claim; the length fits the entry.
-            unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), bytes.as_ptr(), length) };
-            head.length.store(length as u32, Ordering::Release);
+            let place = self.error_place(entry);
+            // SAFETY: this worker holds the claim; the length fits the error area.
+            unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), place.as_ptr(), length) };
+            head.error_length.store(length as u32, Ordering::Release);
         }
         let _ = head.state.finish(worker, error.is_some());
         futex::bump(&self.header().progress);

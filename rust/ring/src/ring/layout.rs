@@ -3,7 +3,7 @@
 use crate::protocol::{JobState, SlotHead};
 use crate::sync::{AtomicU32, AtomicU64};
 
-pub(super) const MAGIC: u64 = 0x4c46_5249_4e47_0002;
+pub(super) const MAGIC: u64 = 0x4c46_5249_4e47_0003;
 
 pub(super) const PAGE: usize = 4096;
 
@@ -51,7 +51,8 @@ pub(super) struct JobHead {
     pub(super) state: JobState,
     pub(super) length: AtomicU32,
     pub(super) waits_for: AtomicU32,
-    pub(super) _pad: u32,
+    /// Bytes of the error, for failed jobs.
+    pub(super) error_length: AtomicU32,
     pub(super) claimed_at: AtomicU64,
     pub(super) serial: AtomicU64,
 }
@@ -61,6 +62,7 @@ pub(super) struct Plan {
     pub(super) marks: usize,
     pub(super) jobs: usize,
     pub(super) payloads: usize,
+    pub(super) errors: usize,
     pub(super) counters: usize,
     pub(super) data: usize,
     pub(super) total: usize,
@@ -73,7 +75,8 @@ pub(super) fn plan(shape: Shape) -> Option<Plan> {
     let marks = up(heads.checked_add(slots.checked_mul(size_of::<SlotHead>())?)?)?;
     let job_heads = up(marks.checked_add(slots.checked_mul(shape.items as usize)?)?)?;
     let payloads = up(job_heads.checked_add(jobs.checked_mul(size_of::<JobHead>())?)?)?;
-    let counters = up(payloads.checked_add(jobs.checked_mul(shape.payload as usize)?)?)?;
+    let errors = up(payloads.checked_add(jobs.checked_mul(shape.payload as usize)?)?)?;
+    let counters = up(errors.checked_add(jobs.checked_mul(shape.payload as usize)?)?)?;
     let data = up(counters.checked_add((shape.workers as usize).checked_mul(COUNTERS * 8)?)?)?;
     let total = data.checked_add(slots.checked_mul(shape.slot_bytes as usize)?)?;
     Some(Plan {
@@ -81,6 +84,7 @@ pub(super) fn plan(shape: Shape) -> Option<Plan> {
         marks,
         jobs: job_heads,
         payloads,
+        errors,
         counters,
         data,
         total,

@@ -18,8 +18,8 @@ pub struct JobReport {
     pub worker: u32,
     /// Nanoseconds since it was claimed.
     pub age: u64,
-    /// Payload, for failed jobs: the error.
-    pub payload: Vec<u8>,
+    /// What went wrong, for failed jobs.
+    pub error: Vec<u8>,
 }
 
 impl Ring {
@@ -45,7 +45,7 @@ impl Ring {
                     kind,
                     worker: 0,
                     age: 0,
-                    payload: self.payload(entry),
+                    error: self.error(entry),
                 });
             }
             if matches!(kind, job::DONE | job::FAILED) {
@@ -74,7 +74,7 @@ impl Ring {
                     kind,
                     worker,
                     age,
-                    payload: Vec::new(),
+                    error: Vec::new(),
                 })
             })
             .collect()

@@ -10,9 +10,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-PAYLOAD_BYTES = 8192
+PAYLOAD_BYTES = 10240
+"""Room for a decode job: 128 targets, and a path of any length the system allows."""
 STORED, FAILED = 1, 2
 MAX_MESSAGE = 600
+
+
+def payload_bytes(batch_size: int) -> int:
+    """Return the bytes that the largest job needs: one that decodes, or one that lists a batch's samples."""
+    return max(PAYLOAD_BYTES, 8 * batch_size + 1024)
 
 
 @dataclass(frozen=True, slots=True)

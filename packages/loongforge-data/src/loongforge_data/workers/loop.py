@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -210,10 +212,22 @@ class Worker:
         self._store(job.slot, HEADER_BYTES, (value, bad))
 
 
+def _run_or_die(worker: Worker) -> None:
+    """Run one worker thread. An error that a job cannot report ends the process: a thread that vanished alone
+    would keep its job until the time limit.
+    """
+    try:
+        worker.run()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def run_threads(ring: Ring, number: int, spec: WorkerSpec, alive: Callable[[], bool]) -> None:
     """Run ``spec.threads`` workers under one number; returns when the ring stops."""
     threads = [
-        threading.Thread(target=Worker(ring, number, spec, alive).run, daemon=True)
+        threading.Thread(target=_run_or_die, args=(Worker(ring, number, spec, alive),), daemon=True)
         for _ in range(spec.threads - 1)
     ]
     for thread in threads:
