@@ -1,8 +1,10 @@
-"""Open-loop errors, plots, validation loss and the command, on made-up and on recorded episodes."""
+"""Open-loop errors, plots and the command, on made-up and on recorded episodes."""
 
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +12,11 @@ import pytest
 import torch
 import typer
 from loongforge.errors import CheckpointError, ConfigError
-from loongforge.evaluation import Validation, evaluate_open_loop
-from loongforge.evaluation.command import evaluate, export
-from loongforge.evaluation.plots import write_curve, write_html, write_png
-from loongforge.evaluation.policies import load_policy
+from loongforge.evaluation import evaluate_open_loop
+from loongforge.evaluation.command import evaluate, export, run_evaluation, training_data
+from loongforge.evaluation.curves import write_curve
+from loongforge.evaluation.plots import write_html, write_png
+from loongforge.evaluation.policies import Policy, load_policy
 from typer.testing import CliRunner
 
 
@@ -88,47 +91,17 @@ def test_reports_are_readable_files(tmp_path):
     pytest.importorskip("matplotlib")
     picture = write_png(report, tmp_path / "episode.png", title="x")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    curve = write_curve(tmp_path / "curve.html", [(0, 1.5), (10, 0.5)], title="curve")
-    assert "<td>10</td><td>0.5000</td>" in curve.read_text()
 
 
-class Echo(torch.nn.Module):
-    """Loss = drawn number + weight; counts its draws."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.tensor(1.0))
-
-    def draw(self, batch, generator=None):
-        assert not self.training
-        return {**batch, "noise": torch.rand(len(batch["x"]), generator=generator)}
-
-    def forward(self, batch):
-        return {"loss_sum": batch["noise"] + self.weight, "loss_count": torch.ones(len(batch["x"]))}
-
-
-def test_validation_repeats_its_draws_and_restores_the_mode():
-    dataset = [{"x": i} for i in range(10)]
-
-    def collate(samples):
-        return {"x": torch.tensor([s["x"] for s in samples])}
-
-    validation = Validation(dataset, collate, samples=6, batch_size=4)
-    assert validation.samples == 6
-    model = Echo().train()
-    first = validation.loss(model)
-    assert validation.loss(model) == first
-    assert model.training
-    model.weight.data += 1
-    assert validation.loss(model) == pytest.approx(first + 1)
-    assert Validation(dataset, collate, samples=6, batch_size=4, seed=1).loss(model) != pytest.approx(
-        first + 1
-    )
-    assert torch.cat([b["x"] for b in validation.batches()]).tolist() == [0, 1, 3, 5, 6, 8]
-    with pytest.raises(ConfigError, match="has no sample"):
-        Validation([], collate)
-    with pytest.raises(ConfigError, match="at least 1, got 0 and 16"):
-        Validation(dataset, collate, samples=0)
+def test_curves_have_axes_and_numbers(tmp_path):
+    curves = {"seed <0>": [(0, 1.5), (10, 0.5)], "seed 1": [(0, 1.25), (5, 1.0), (10, 0.25)]}
+    page = write_curve(tmp_path / "curve.html", curves, title="curve", goal=1.05).read_text()
+    assert "<td>10</td><td>0.5000</td><td>0.2500</td>" in page
+    assert "<td>5</td><td></td><td>1.0000</td>" in page
+    assert "seed &lt;0&gt;" in page and page.count("<polyline") == 2 and "goal 1.05" in page
+    assert ">0.4</text>" in page and ">10</text>" in page and "validation loss" in page
+    with pytest.raises(ValueError, match="at least one curve"):
+        write_curve(tmp_path / "none.html", {}, title="none")
 
 
 # ---- with the tiny recipe on a recording of our own ------------------------------------------------------
@@ -242,3 +215,68 @@ def test_a_prediction_does_not_depend_on_its_batch(recording):
         np.testing.assert_allclose(one.predicted, other.predicted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="2 generators for 1 samples"):
         predictor.predict([dataset[0]], [torch.Generator(), torch.Generator()])
+
+
+class Recorded:
+    """A recipe that notes which episodes statistics and samples come from; its policy predicts zeros."""
+
+    name = "recorded"
+
+    def __init__(self):
+        self.opened, self.collated = [], None
+
+    def build_dataset(self, root, options, *, episodes=None):
+        chosen = range(3) if episodes is None else episodes
+        kept = [i for i in chosen if episodes is not None or i not in options.held_out]
+        dataset = Line([6, 6, 6], 3)
+        dataset.episodes = [e for e in dataset.episodes if e.index in kept]
+        dataset.root, dataset.kept = str(root), kept
+        self.opened.append((str(root), kept))
+        return dataset
+
+    def build_collate(self, dataset, model, options):
+        self.collated = (dataset.root, dataset.kept)
+
+    def predictor(self, model, collate):
+        return Offset(3, 0.5)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    held_out: tuple[int, ...] = (2,)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "samples_from", "statistics_from"),
+    [
+        # The run's own data: held-out episodes, normalised by those it trained on.
+        (None, [2], ("own", [0, 1])),
+        # Other data: all of it is unseen; the numbers are still those of the training data.
+        ("other", [0, 1, 2], ("own", [0, 1])),
+    ],
+)
+def test_values_are_normalised_by_the_episodes_that_trained(tmp_path, dataset, samples_from, statistics_from):
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+    recipe = Recorded()
+    policy = Policy(
+        recipe=recipe, options=HeldOut(), model=None, dataset=str(tmp_path / "own"), source=tmp_path
+    )
+    root = None if dataset is None else str(tmp_path / dataset)
+    settings = {"chosen": None, "limit": 9, "batch_size": 2, "seed": 0, "samples": 0}
+    summary = run_evaluation(policy, dataset=root, output=tmp_path / "out", **settings)
+    where, kept = recipe.collated
+    assert (where, kept) == (str(tmp_path / statistics_from[0]), statistics_from[1])
+    assert [row["episode"] for row in summary["per_episode"]] == samples_from
+    assert summary["held_out"] is True
+
+
+def test_training_data_that_is_gone_is_told(tmp_path, caplog):
+    (tmp_path / "other").mkdir()
+    policy = Policy(
+        recipe=Recorded(), options=HeldOut(), model=None, dataset=str(tmp_path / "gone"), source=tmp_path
+    )
+    with caplog.at_level(logging.WARNING, logger="loongforge"):
+        found = training_data(policy, str(tmp_path / "other"))
+    assert found.kept == [0, 1, 2]
+    assert "is not here" in caplog.text and "--option statistics=DIR" in caplog.text

@@ -13,7 +13,7 @@ from loongforge.evaluation.openloop import Array, EpisodeTrace, OpenLoopReport
 
 WIDTH, HEIGHT, PAD = 560, 120, 6
 RECORDED, PREDICTED = "#1f6f43", "#c2410c"
-_STYLE = """
+STYLE = """
 body{font:14px system-ui,sans-serif;margin:2rem;max-width:1200px;color:#222}
 table{border-collapse:collapse;margin:1rem 0}
 td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #ddd}
@@ -34,11 +34,10 @@ def write_html(report: OpenLoopReport, path: Path, *, title: str, episodes: int 
     )
     figures = "".join(_episode(report.names, trace) for trace in report.traces[:episodes])
     page = (
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{html.escape(title)}</h1>"
         f"<p>{summary['episodes']} episodes, {summary['frames']} frames. Mean squared error "
-        f"{summary['mse']:.4g}, "
-        f"mean absolute error {summary['l1']:.4g} (in the units of the recording). "
+        f"{summary['mse']:.4g}, mean absolute error {summary['l1']:.4g} (in the units of the recording). "
         f'<span style="color:{RECORDED}">recorded</span>, <span style="color:{PREDICTED}">predicted</span>; '
         "thin vertical lines: where a chunk was predicted.</p>"
         "<table><tr><th>dimension</th><th>MSE</th><th>L1</th><th>std of recording</th></tr>"
@@ -106,20 +105,4 @@ def write_png(report: OpenLoopReport, path: Path, *, title: str, episode: int = 
     figure.suptitle(f"{title}, episode {trace.episode}", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
-    return path
-
-
-def write_curve(
-    path: Path, points: Sequence[tuple[int, float]], *, title: str, label: str = "validation loss"
-) -> Path:
-    """Write a loss curve as a self-contained HTML page."""
-    values = np.array([value for _, value in points], dtype=np.float32)
-    drawing = _drawing(values, values, max(1, len(values)))
-    rows = "".join(f"<tr><td>{step}</td><td>{value:.4f}</td></tr>" for step, value in points)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
-        f"<h1>{html.escape(title)}</h1><figure style='max-width:720px'>{drawing}</figure>"
-        f"<table><tr><th>step</th><th>{html.escape(label)}</th></tr>{rows}</table>"
-    )
     return path

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from loongforge.checkpoint.find import find_newest
-from loongforge.checkpoint.layout import STATE, TRAINER, load_tensors
-from loongforge.checkpoint.state import load_weights
+from loongforge.checkpoint.layout import TRAINER
+from loongforge.checkpoint.state import load_average, load_weights
 from loongforge.errors import CheckpointError, ConfigError
 from loongforge.recipes import Recipe, get_recipe
 from loongforge.recipes.gr00t_n1_6.checkpoint import find_checkpoint
@@ -100,11 +100,14 @@ def _from_run(
     options, model = _unfilled_model(built, options, {**stored, **overrides}, device)
     model.load_state_dict(dict(load_weights(folder)))
     if average:
-        path = folder / STATE / "average.pt"
-        if not path.is_file():
+        weights = load_average(folder)
+        if weights is None:
             msg = f"{folder} has no moving average: train with --set ema_decay=0.999, or leave --ema out"
             raise CheckpointError(msg)
-        _load_average(model, load_tensors(path))
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, value in weights.items():
+                parameters[name].copy_(value)
     dataset = config.get("dataset")
     return Policy(
         recipe=built,
@@ -140,13 +143,3 @@ def _unfilled_model(
         )
         options = recipe.options({**given, "checkpoint": "none"})
         return options, blank(options, device=device)
-
-
-def _load_average(model: nn.Module, state: object) -> None:
-    if not isinstance(state, Mapping):
-        msg = "average.pt does not hold a table of weights: the file is damaged"
-        raise CheckpointError(msg)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, value in state.items():
-            parameters[str(name)].copy_(value)
