@@ -69,6 +69,11 @@ impl Board {
             .collect()
     }
 
+    /// Payload of a job that is not finished; None for others.
+    fn payload<'py>(&self, py: Python<'py>, serial: u64) -> Option<Bound<'py, PyBytes>> {
+        self.0.job(serial).map(|bytes| PyBytes::new(py, &bytes))
+    }
+
     fn requeue(&self, worker: u32) -> usize {
         self.0.requeue(worker)
     }

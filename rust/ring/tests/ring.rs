@@ -102,6 +102,8 @@ fn jobs_of_a_dead_worker_are_done_by_another_one() {
     owner.push(b"work", NO_SLOT).unwrap();
     assert!(worker.claim(1, NOW).unwrap().is_some());
     assert_eq!(owner.claimed()[0].worker, 1);
+    assert_eq!(owner.job(0).unwrap(), b"work");
+    assert_eq!(owner.job(1), None);
     assert_eq!(owner.requeue(0), 0);
     assert_eq!(owner.requeue(1), 1);
     let again = worker.claim(0, NOW).unwrap().unwrap();

@@ -27,13 +27,13 @@ def video_jobs(
             indices_to_bytes(batch.indices),
             not collating,
         )
-        jobs.append((sequence, 0, QueuedJob(job=table, last=sequence)))
+        jobs.append((sequence, 0, QueuedJob(table)))
         if collating:
             collate = CollateJob(batch.slot, sequence, pictures + 1, batch.layout.samples)
-            jobs.append((sequence, 2, QueuedJob(job=collate, last=sequence, waits_for=batch.slot)))
+            jobs.append((sequence, 2, QueuedJob(collate, waits_for=batch.slot)))
     for found in plan_frames(dataset, batches, gap):
         decode = DecodeJob(found.key, found.path, found.targets.tobytes())
-        jobs.append((found.first, 1, QueuedJob(job=decode, last=found.last)))
+        jobs.append((found.first, 1, QueuedJob(decode)))
     jobs.sort(key=lambda entry: entry[:2])
     return [queued for _, _, queued in jobs]
 
@@ -41,10 +41,7 @@ def video_jobs(
 def sample_jobs(batches: Sequence[PlannedBatch], epoch: int) -> list[QueuedJob]:
     """Return one job per batch of a data set that is indexed in the workers."""
     return [
-        QueuedJob(
-            job=SampleJob(batch.slot, batch.sequence, 0, epoch, indices_to_bytes(batch.indices)),
-            last=batch.sequence,
-        )
+        QueuedJob(SampleJob(batch.slot, batch.sequence, 0, epoch, indices_to_bytes(batch.indices)))
         for batch in batches
     ]
 

@@ -7,12 +7,11 @@ process needs no thread; workers meanwhile live on the jobs of the batches ahead
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
-
-import numpy as np
 
 from loongforge_data._core import Lease, Ring
 from loongforge_data.assembly import Bad, good_rows, join_batch, picture_failures, read_result
@@ -29,6 +28,7 @@ from loongforge_data.workers.crew import Crew, StartMethod
 from loongforge_data.workers.jobs import FAILED, payload_bytes
 from loongforge_data.workers.loop import WorkerSpec
 
+_HEADER = struct.Struct("<2q")  # where the packed rest of a batch starts and ends
 _FREE, _FILLING, _READY, _IN_USE = range(4)  # states of a slot
 
 
@@ -143,27 +143,30 @@ class RingPipeline:
             raise RuntimeError(msg)
         sequence, pending = next(iter(self._pending.items()))
         planned = pending.planned
-        progress = self._ring.wait_progress(0xFFFFFFFF, 0.0)
-        while True:
-            self._supervisor.collect()
-            self._supervisor.publish()
-            lease = self._ring.take(planned.slot, sequence, 0.0)
-            if lease is not None:
-                break
-            progress = self._ring.wait_progress(progress, CHECK_SECONDS)
-            self._watch()
+        lease = self._ring.take(planned.slot, sequence, 0.0) or self._wait(planned)
         # Also where nothing had to be waited for: a dead worker is missed before its batches are.
-        self._watch()
+        self._supervisor.watch(self._filling)
         del self._pending[sequence]
-        self._supervisor.forget(sequence)
         self._counters.fill_ms.append(1e3 * self._ring.fill_seconds(planned.slot))
         delivery = self._deliver(planned, lease)
         del lease
         self._schedule()
         return delivery
 
-    def _watch(self) -> None:
-        self._supervisor.watch([pending.planned.slot for pending in self._pending.values()])
+    def _wait(self, planned: PlannedBatch) -> Lease:
+        """Wait until a batch is complete; dead and hanging workers are replaced meanwhile."""
+        progress = self._ring.wait_progress(0xFFFFFFFF, 0.0)
+        while True:
+            self._supervisor.collect()
+            self._supervisor.publish()
+            lease = self._ring.take(planned.slot, planned.sequence, 0.0)
+            if lease is not None:
+                return lease
+            progress = self._ring.wait_progress(progress, CHECK_SECONDS)
+            self._supervisor.watch(self._filling)
+
+    def _filling(self) -> list[int]:
+        return [pending.planned.slot for pending in self._pending.values()]
 
     def counters(self) -> Mapping[str, int]:
         """Return the workers' counters, summed."""
@@ -263,7 +266,7 @@ class RingPipeline:
             text = self._supervisor.failure((*place, failed))
             msg = f"a batch of samples {planned.indices.tolist()} could not be made: {text}"
             raise DataError(msg)
-        start, end = np.frombuffer(view[:16], dtype=np.int64).tolist()
+        start, end = _HEADER.unpack_from(view)
         kept: Lease | None = lease
         if self._crowded():
             # The consumer holds so many batches that few slots are left: give it a copy and keep the slot.
@@ -272,12 +275,12 @@ class RingPipeline:
             self._counters.copied_batches += 1
         value, bad = read_result(unpack(view, start))
         failures: Bad = []
-        if self._video:
+        if self._video and FAILED in marks:
             for row, item in picture_failures(planned.layout, marks).items():
                 failures.append((row, self._supervisor.failure((*place, item))))
-            if not self._collating:
-                rows = good_rows(planned.layout, marks, bad)
-                value = join_batch(view, planned.layout, value, rows, bad) if rows else None
+        if self._video and not self._collating:
+            rows = good_rows(planned.layout, marks, bad)
+            value = join_batch(view, planned.layout, value, rows, bad) if rows else None
         named = tuple((int(planned.indices[row]), text) for row, text in sorted(bad + failures))
         return Delivery(value=value, indices=planned.indices, bad=named, lease=kept)
 

@@ -120,8 +120,6 @@ class FrameJob:
     """(n, 5) int64: display index, slot, sequence, item, byte offset; sorted by display index."""
     first: int
     """Smallest sequence that needs it; jobs are done in this order."""
-    last: int
-    """Largest sequence that needs it."""
 
 
 def plan_frames(
@@ -232,11 +230,10 @@ def _cut(table: FrameTableLike, targets: Integers, files: Integers, gap: int, li
         edges = _within(targets[:, 0], edges, limit)
     starts = edges[:-1]
     first = np.minimum.reduceat(targets[:, 2], starts).tolist()
-    last = np.maximum.reduceat(targets[:, 2], starts).tolist()
     paths = [table.paths[file] for file in files[starts].tolist()]
     return [
-        FrameJob(key=table.key, path=path, targets=targets[a:b], first=low, last=high)
-        for path, a, b, low, high in zip(paths, starts, edges[1:], first, last, strict=True)
+        FrameJob(key=table.key, path=path, targets=targets[a:b], first=low)
+        for path, a, b, low in zip(paths, starts, edges[1:], first, strict=True)
     ]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from loongforge_data.workers.jobs import (
     Job,
     SampleJob,
     TableJob,
+    decode,
     decode_failures,
     encode,
 )
@@ -32,16 +34,16 @@ Item = tuple[int, int, int]
 """slot, sequence, item"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueuedJob:
-    """A job with what it depends on."""
+class QueuedJob(NamedTuple):
+    """A job with what it depends on.
+
+    Attributes:
+        job: What to do.
+        waits_for: Slot that must be filled but for one item first.
+    """
 
     job: Job
-    """What to do."""
-    last: int
-    """Last batch (sequence) that needs it; it is forgotten when that batch is delivered."""
     waits_for: int | None = None
-    """Slot that must be filled but for one item first."""
 
 
 @dataclass(kw_only=True)
@@ -70,8 +72,6 @@ class Supervisor:
         self._timeout = timeout
         self._counters = counters
         self._backlog: deque[QueuedJob] = deque()
-        self._jobs: dict[int, Job] = {}
-        self._serials: dict[int, list[int]] = {}
         self._attempts: dict[int, _Attempts] = {}
         self._failures: dict[Item, str] = {}
         self._checked = 0.0
@@ -87,24 +87,15 @@ class Supervisor:
 
     def publish(self) -> None:
         """Move the backlog to the board as far as it has room."""
-        published = False
+        if not self._backlog:
+            return
+        self.collect()
         while self._backlog:
             queued = self._backlog[0]
-            serial = self._board.push(encode(queued.job), queued.waits_for)
-            if serial is None:
+            if self._board.push(encode(queued.job), queued.waits_for) is None:
                 break
             self._backlog.popleft()
-            self._jobs[serial] = queued.job
-            self._serials.setdefault(queued.last, []).append(serial)
-            published = True
-        if published:
-            self._board.wake_workers()
-
-    def forget(self, sequence: int) -> None:
-        """Drop the records of a delivered batch."""
-        for serial in self._serials.pop(sequence, ()):
-            self._jobs.pop(serial, None)
-            self._attempts.pop(serial, None)
+        self._board.wake_workers()
 
     def failure(self, item: Item) -> str:
         """Return why an item could not be made, and forget it."""
@@ -120,8 +111,8 @@ class Supervisor:
                     self._replace(worker, ())
             progress = self._ring.wait_progress(0xFFFFFFFF, 0.0)
             self._ring.wait_progress(progress, 0.02)
-        for records in (self._jobs, self._serials, self._attempts, self._failures):
-            records.clear()
+        self._attempts.clear()
+        self._failures.clear()
 
     def collect(self) -> None:
         """Take ended jobs off the board; mark the items that failed ones could not make."""
@@ -131,19 +122,22 @@ class Supervisor:
                     self._failures[item] = failure.message
                     self._ring.mark(*item, FAILED)
 
-    def watch(self, slots: Sequence[int]) -> None:
-        """Replace workers that died or hang; looks at most every `CHECK_SECONDS`. ``slots`` are those
-        being filled.
+    def watch(self, filling: Callable[[], Sequence[int]]) -> None:
+        """Replace workers that died or hang; looks at most every `CHECK_SECONDS`.
+
+        Args:
+            filling: Returns the slots being filled.
         """
         now = time.monotonic()
         if now - self._checked < CHECK_SECONDS:
             return
         self._checked = now
+        self.collect()
         for worker in self._crew.dead():
-            self._replace(worker, slots)
+            self._replace(worker, filling())
         for _, worker, age in self._board.claimed():
             if age > self._timeout:
-                self._replace(worker, slots, hung=True)
+                self._replace(worker, filling(), hung=True)
 
     def _replace(self, worker: int, slots: Sequence[int], *, hung: bool = False) -> None:
         """Put a dead worker's jobs back and start it again.
@@ -168,7 +162,8 @@ class Supervisor:
 
     def _blame(self, serial: int, *, hung: bool, worker: int, pid: int) -> None:
         """Count what a job has cost; progress in between forgives."""
-        job = self._jobs.get(serial)
+        payload = self._board.payload(serial)
+        job = None if payload is None else decode(payload)
         attempts = self._attempts.setdefault(serial, _Attempts())
         missing = self._missing(job)
         if missing != attempts.missing:

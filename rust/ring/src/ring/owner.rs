@@ -80,6 +80,18 @@ impl Ring {
             .collect()
     }
 
+    /// Owner: what a job that is not finished asks for.
+    #[must_use]
+    pub fn job(&self, serial: u64) -> Option<Vec<u8>> {
+        let header = self.header();
+        let under_way = header.head.load(Ordering::Acquire)..header.tail.load(Ordering::Acquire);
+        let (head, _) = self.entry(self.index(serial));
+        let kept = under_way.contains(&serial)
+            && head.serial.load(Ordering::Acquire) == serial
+            && matches!(job::split(head.state.word()).0, job::QUEUED | job::CLAIMED);
+        kept.then(|| self.payload(self.index(serial)))
+    }
+
     /// Owner: puts the jobs of a dead worker back on the board. The worker must not run any more.
     #[must_use]
     pub fn requeue(&self, worker: u32) -> usize {

@@ -98,6 +98,7 @@ class Crew:
         self._ring = ring
         self._owner = os.getpid()
         self._members: dict[int, _Member] = {}
+        self._poll = select.poll()
         self._closed = False
         self._connection, theirs = multiprocessing.Pipe()
         try:
@@ -175,17 +176,15 @@ class Crew:
         """Start worker ``number``."""
         self._send("spawn", number)
         pid = self._receive("pid")
-        self._members[number] = _Member(pid=pid, pidfd=os.pidfd_open(pid))
+        member = self._members[number] = _Member(pid=pid, pidfd=os.pidfd_open(pid))
+        self._poll.register(member.pidfd, select.POLLIN)
 
     def dead(self) -> list[int]:
         """Return the workers that have ended, without waiting."""
         if not self._members:
             return []
-        numbers = {member.pidfd: number for number, member in self._members.items()}
-        poll = select.poll()
-        for pidfd in numbers:
-            poll.register(pidfd, select.POLLIN)
-        return [numbers[fd] for fd, _ in poll.poll(0)]
+        ended = {fd for fd, _ in self._poll.poll(0)}
+        return [number for number, member in self._members.items() if member.pidfd in ended] if ended else []
 
     def kill(self, number: int) -> bool:
         """Kill a worker and wait until it is gone; False when it does not go."""
@@ -197,6 +196,7 @@ class Crew:
     def remove(self, number: int) -> int:
         """Forget a dead worker; returns its process id."""
         member = self._members.pop(number)
+        self._poll.unregister(member.pidfd)
         os.close(member.pidfd)
         self._send("reap", member.pid)
         return member.pid
@@ -228,4 +228,5 @@ class Crew:
         for member in self._members.values():
             os.close(member.pidfd)
         self._members.clear()
+        self._poll = select.poll()
         self._connection.close()
