@@ -1,0 +1,248 @@
+"""Preparing the columns of the step benchmark, their turns in rounds, profiles, ratios and figures."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import statistics
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import _common
+import _groot_full as groot
+import torch
+from _step_columns import Bench, Column, Step, build
+
+WARM_STEPS = 5
+GIB = 2**30
+
+
+@dataclass
+class Turn:
+    """A prepared column with its row and the times of its turns.
+
+    Attributes:
+        name: The column's name.
+        column: The column; None when preparing it failed.
+        row: Its row of the result.
+        ms: Milliseconds per step, one value per round; None where the round failed.
+    """
+
+    name: str
+    column: Column | None
+    row: dict[str, object]
+    ms: list[float | None] = field(default_factory=list)
+
+    def fill_row(self) -> None:
+        """Put what was measured so far into the row."""
+        known = [v for v in self.ms if v is not None]
+        if known:
+            self.row["ms"] = _common.spread(known)
+
+
+class Deadline:
+    """Seconds left of the budget of the whole run."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._end = time.monotonic() + budget_s
+
+    def left(self) -> float:
+        """Return the seconds left, at least 0."""
+        return max(self._end - time.monotonic(), 0.0)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after some seconds, also amid compiling."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        message = f"stopped after {seconds:.0f} s"
+        raise TimeoutError(message)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def problem(error: BaseException) -> str:
+    """Return an error with the end of its trace."""
+    return f"{type(error).__name__}: {str(error)[:600]}\n{traceback.format_exc()[-1200:]}"
+
+
+def prepare(name: str, bench: Bench, stack: contextlib.ExitStack, *, limit: float, base_gib: float) -> Turn:
+    """Build a column and take its first steps, in which it compiles and captures.
+
+    Args:
+        name: The column.
+        bench: What columns share.
+        stack: Closed when the measurement is over.
+        limit: Seconds it may take.
+        base_gib: What model and shared optimizer hold, added to the column's own memory.
+    """
+    row: dict[str, object] = {"column": name}
+    cuda = bench.device == "cuda"
+    started = time.perf_counter()
+    before = 0
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    try:
+        with contextlib.ExitStack() as preparing, limited(limit):
+            column = build(name, bench, stack, preparing)
+            for _ in range(WARM_STEPS):
+                loss = column.step()
+            row["loss"] = round(float(loss), 4)
+    except Exception as error:
+        row["error"] = problem(error)
+        column = None
+    row["prepare_s"] = round(time.perf_counter() - started, 1)
+    if column is not None:
+        row.update(column.facts)
+        if cuda:
+            own = torch.cuda.max_memory_allocated() - before
+            row["peak_gib"] = round(base_gib + own / GIB, 1)
+            row["stays_gib"] = round((torch.cuda.memory_allocated() - before) / GIB, 1)
+    clean(bench)
+    return Turn(name=name, column=column, row=row)
+
+
+def clean(bench: Bench) -> None:
+    """Drop gradients and garbage between columns."""
+    bench.model.zero_grad(set_to_none=True)
+    gc.collect()
+
+
+def take_turns(turns: Sequence[Turn], bench: Bench, *, steps: int) -> None:
+    """Run one round: each column takes a few steps, one column after the other."""
+    cuda = bench.device == "cuda"
+    for turn in turns:
+        if turn.column is None:
+            continue
+        bench.store(half=turn.column.half)
+        try:
+            turn.column.step()
+            wait(cuda)
+            started = time.perf_counter()
+            for _ in range(steps):
+                turn.column.step()
+            wait(cuda)
+            turn.ms.append((time.perf_counter() - started) / steps * 1e3)
+        except Exception as error:
+            turn.row["error"] = problem(error)
+            turn.column = None
+            turn.ms.append(None)
+        turn.fill_row()
+    clean(bench)
+
+
+def wait(cuda: bool) -> None:
+    """Wait for the device."""
+    if cuda:
+        torch.cuda.synchronize()
+
+
+def profile(turn: Turn, bench: Bench) -> None:
+    """Count the kernels of one step of a column and add up their time by family, into its row."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    if turn.column is None or bench.device != "cuda":
+        return
+    step: Step = turn.column.step
+    try:
+        bench.store(half=turn.column.half)
+        step()
+        with torch_profile(activities=[ProfilerActivity.CUDA]) as taken:
+            step()
+            torch.cuda.synchronize()
+    except Exception as error:
+        turn.row["profile_error"] = problem(error)
+        return
+    spent: Counter[str] = Counter()
+    tops: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in taken.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.device_time <= 0:
+            continue
+        spent[groot.category(event.name)] += event.device_time
+        tops[event.name[:110]] += event.device_time
+        calls[event.name[:110]] += 1
+    turn.row["kernels"] = sum(calls.values())
+    turn.row["gpu_busy_ms"] = round(sum(spent.values()) / 1e3, 2)
+    turn.row.update({f"{family}_ms": round(t / 1e3, 2) for family, t in sorted(spent.items())})
+    turn.row["top"] = [[name, round(t / 1e3, 2), calls[name]] for name, t in tops.most_common(30)]
+
+
+def ratios(turns: Mapping[str, Turn], theirs: str, ours: str) -> list[float]:
+    """Return theirs / ours in time for every round in which both ran.
+
+    Taken within rounds, since the host's speed, and with it every eager column, drifts from round to round.
+    """
+    if theirs not in turns or ours not in turns:
+        return []
+    pairs = zip(turns[theirs].ms, turns[ours].ms, strict=False)
+    return [a / b for a, b in pairs if a is not None and b is not None]
+
+
+def is_exact(name: str) -> bool:
+    """Whether a column is one of ours that computes what the rivals compute."""
+    kind, *options = name.split("+")
+    return kind in {"ours", "graph_fused_compile"} and "fp8" not in options
+
+
+def fastest(turns: Mapping[str, Turn], wanted: Callable[[str], bool]) -> str | None:
+    """Return the wanted column with the smallest median, None without one."""
+    known = {
+        name: statistics.median(v for v in turn.ms if v is not None)
+        for name, turn in turns.items()
+        if wanted(name) and any(v is not None for v in turn.ms)
+    }
+    return min(known, key=lambda name: known[name]) if known else None
+
+
+def median_ms(turns: Mapping[str, Turn], name: str | None) -> float | None:
+    """Return the median of a column, None without measurements."""
+    known = [v for v in turns[name].ms if v is not None] if name in turns else []
+    return statistics.median(known) if known else None
+
+
+def summarise(turns: Mapping[str, Turn]) -> tuple[dict[str, float | None], list[dict[str, object]]]:
+    """Return the published figures, and a row for each ratio with its spread."""
+    ours = fastest(turns, is_exact)
+    low = fastest(turns, lambda name: name.startswith("ours") and "fp8" in name)
+    compiled = fastest(turns, lambda name: name in {"compile_1x16", "compile_regions_1x16"})
+    figures: dict[str, float | None] = {"step_ms": median_ms(turns, ours)}
+    rows: list[dict[str, object]] = []
+    for figure, theirs in (
+        ("vs_eager_4x4", "eager_4x4"),
+        ("vs_eager_1x16", "eager_1x16"),
+        ("vs_compile_1x16", compiled),
+    ):
+        found = ratios(turns, theirs, ours) if theirs and ours else []
+        figures[figure] = statistics.median(found) if found else None
+        if found:
+            rows.append({"column": f"{theirs} / {ours}", "ratio": _common.spread(found)})
+    # The whole model compiled is the rival that counts; without it the figure is not the one wanted.
+    figures["compile_1x16_measured"] = float(bool(median_ms(turns, "compile_1x16")))
+    counts = [turns[n].row.get("kernels") for n in ("eager_4x4", "fused_eager") if n in turns]
+    figures["launches_ratio"] = (
+        counts[0] / counts[1]
+        if len(counts) == 2 and all(isinstance(c, int) and c > 0 for c in counts)
+        else None
+    )
+    figures["step_fp8_ms"] = median_ms(turns, low)
+    for figure in ("float8_loss_deviation",):
+        value = turns[low].row.get(figure) if low else None
+        figures[figure] = value if isinstance(value, float) else None
+    return figures, rows
