@@ -23,6 +23,7 @@ from loongforge_fuse import (
     apply_fused_ops,
     apply_precision,
     compile_regions,
+    join_linears,
     measure_deviation,
 )
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ COLUMNS = (
     "graph_fused",
     "graph_fused_compile",
     "ours+adam",
+    "ours+adam+join",
     "ours+adam+ops",
     "ours+adam+combo",
     "ours+adam+multi",
@@ -58,7 +60,7 @@ INDUCTOR: Mapping[str, Mapping[str, object]] = {
     "multi": {"triton.multi_kernel": 1},
     "descent": {"coordinate_descent_tuning": True},
 }
-OPTIONS = {"adam", "masters", "ops", "fp8", *ATTENTION, *INDUCTOR}
+OPTIONS = {"adam", "masters", "ops", "fp8", "join", *ATTENTION, *INDUCTOR}
 
 Step = Callable[[], Tensor]
 
@@ -72,12 +74,17 @@ class Bench:
         model: The model; columns work on shells of it.
         window: Four micro-batches of four samples.
         autocast: Whether the trainable weights are float32, under autocast.
+        joined: A shell whose sibling linear layers are joined, where a column asks for one. Joining moves
+            weights, so it is done before anything takes their addresses.
+        products_saved: Products fewer in a forward pass of ``joined``.
     """
 
     device: str
     model: nn.Module
     window: list[dict[str, object]]
     autocast: bool
+    joined: nn.Module | None = None
+    products_saved: int = 0
     large: dict[str, object] = field(init=False)
     stock: torch.optim.Optimizer = field(init=False)
     _wide: list[Tensor] = field(default_factory=list)
@@ -96,8 +103,7 @@ class Bench:
 
     def shell(self) -> nn.Module:
         """Return the model with the same parameters in new modules."""
-        shared = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
-        return copy.deepcopy(self.model, shared)
+        return shell_of(self.model)
 
     def store(self, *, half: bool) -> None:
         """Let the trainable parameters be their bf16 copies, or what they were built as; drop gradients."""
@@ -118,11 +124,23 @@ class Bench:
             yield
 
 
-def make_bench(*, tiny: bool, device: str, mixed: bool) -> Bench:
-    """Build the model and its samples."""
+def shell_of(model: nn.Module) -> nn.Module:
+    """Return a model with the same parameters in new modules."""
+    shared = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)
+
+
+def make_bench(*, tiny: bool, device: str, mixed: bool, join: bool = False) -> Bench:
+    """Build the model and its samples; with ``join``, a shell with joined layers too."""
     model = groot.build(tiny=tiny, device=device, masters=mixed)
+    joined, saved = None, 0
+    if join:
+        joined = shell_of(model)
+        saved = join_linears(joined).products_saved
     window = [groot.micro_batch(SAMPLES, model=model, device=device, seed=i) for i in range(MICRO)]
-    return Bench(device=device, model=model, window=window, autocast=mixed)
+    return Bench(
+        device=device, model=model, window=window, autocast=mixed, joined=joined, products_saved=saved
+    )
 
 
 @dataclass
@@ -274,6 +292,12 @@ def _ours(
         message = f"unknown options {sorted(unknown)}, known: {sorted(OPTIONS)}"
         raise ValueError(message)
     facts: dict[str, object] = {}
+    if "join" in options:
+        if bench.joined is None:
+            message = "one column only can have joined layers, and none was prepared"
+            raise ValueError(message)
+        model, bench.joined = bench.joined, None
+        facts["products_saved"] = bench.products_saved
     for name in sorted(options & set(ATTENTION)):
         order = [*ATTENTION[name], SDPBackend.MATH]
         preparing.enter_context(sdpa_kernel(order, set_priority=True))

@@ -9,8 +9,9 @@ clipping, in one process on one GPU. Columns:
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
   weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash``
-  attention first, ``ops`` our fused operators, ``combo``, ``multi`` or ``descent`` settings of the compiler,
-  ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
+  attention first, ``ops`` our fused operators, ``join`` linear layers of one input as one product,
+  ``combo``, ``multi`` or ``descent`` settings of the compiler, ``fp8`` frozen linear layers in float8
+  (opt-in, changes the numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
@@ -147,7 +148,8 @@ def main() -> None:
         parser.error("no GPU here; use --tiny for a dry run")
     deadline, report = Deadline(args.budget_s), Report(args)
     mixed = [name for name in args.mixed_columns.split(",") if name]
-    bench = make_bench(tiny=args.tiny, device=device, mixed=False)
+    join = any("join" in name.split("+") for name in args.columns.split(","))
+    bench = make_bench(tiny=args.tiny, device=device, mixed=False, join=join)
     # The mixed columns, when asked for, get a fifth of the time.
     share = Deadline(deadline.left() * (0.8 if mixed else 1.0))
     if not args.no_check:

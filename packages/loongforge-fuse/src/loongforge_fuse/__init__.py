@@ -42,6 +42,7 @@ _EXPORTS = {
     "FrozenFeatureCache": "loongforge_fuse.frozen",
     "FrozenReuseError": "loongforge_fuse.frozen",
     # fused operators and kernels
+    "JoinedLinears": "loongforge_fuse.joined",
     "Autotuner": "loongforge_fuse.autotune",
     "FusedAdamW": "loongforge_fuse.ops.adamw",
     "FusedOpsReport": "loongforge_fuse.patching",
@@ -50,6 +51,7 @@ _EXPORTS = {
     "apply_fused_ops": "loongforge_fuse.patching",
     "cast_scale": "loongforge_fuse.ops",
     "image_to_half": "loongforge_fuse.ops",
+    "join_linears": "loongforge_fuse.joined",
     "masked_patch_embed": "loongforge_fuse.ops",
     "register_pattern": "loongforge_fuse.patching",
 }
