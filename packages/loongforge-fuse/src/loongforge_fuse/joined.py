@@ -134,15 +134,16 @@ class _Group:
         self.layers = list(layers)
         self.counters = counters
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = _gather([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        self.weight = _gather(weights)
         self.bias = _gather(biases) if biases else None
-        self.leaves = [layer.weight for layer in layers] + biases
+        self.leaves = weights + biases
         self.unclaimed = 0
         # Results of the product that are still to be picked up: the input, then one entry per layer.
         self.waiting: list[Tensor | None] = [None] * (len(layers) + 1)
         for index, layer in enumerate(layers):
-            layer.forward = self._forward_of(index)  # type: ignore[method-assign]
+            layer.forward = self._forward_of(index)  # type: ignore[method-assign, assignment]
 
     def intact(self) -> bool:
         """Whether every weight and bias lies where it was put."""
@@ -208,11 +209,13 @@ class _Group:
     def _product(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and (x.requires_grad or self.leaves[0].requires_grad)):
             return functional.linear(x, self.weight, self.bias)
-        product: Tensor = _Product.apply(x, self.weight, self.bias, *self.leaves)
+        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, *self.leaves
+        )
         return product
 
 
-def _gather(parameters: Sequence[nn.Parameter]) -> Tensor:
+def _gather(parameters: Sequence[Tensor]) -> Tensor:
     """Move parameters into one buffer, one behind the other; return it."""
     with torch.no_grad():
         buffer = torch.cat([p.detach() for p in parameters])

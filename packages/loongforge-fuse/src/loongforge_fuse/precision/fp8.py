@@ -70,7 +70,9 @@ class Float8FrozenLinear(nn.Module):
         self.register_buffer("weight_float8", weight, persistent=False)
         self.register_buffer("weight_scale", scale, persistent=False)
         # A checkpoint is loaded into the original weight; the quantised copy has to follow.
-        self.register_load_state_dict_post_hook(lambda module, _: module.requantise())
+        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda module, _: module.requantise()
+        )
 
     @torch.no_grad()
     def requantise(self) -> None:
