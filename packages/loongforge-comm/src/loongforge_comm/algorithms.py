@@ -147,8 +147,8 @@ def _transfer(
     sends: Sequence[tuple[int, Tensor]] = (),
     receives: Sequence[tuple[int, Tensor]] = (),
 ) -> None:
-    """Run all transfers at once and wait for them. Ranks are group ranks."""
+    """Run all transfers at once and wait for them. Ranks are group ranks; a group of one has none."""
     operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
     operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
-    for work in dist.batch_isend_irecv(operations):
+    for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()

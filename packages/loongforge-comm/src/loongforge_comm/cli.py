@@ -93,8 +93,8 @@ def load_link(name: str, ranks: int) -> LinkModel:
     path = Path(name)
     if not path.is_file():
         msg = (
-            f"link is {name!r}, allowed are {', '.join(sorted(PRESETS))} or the path of a link model's JSON "
-            "file"
+            f"link is {name!r}, allowed are {', '.join(sorted(PRESETS))} or the path of a link "
+            "model's JSON file"
         )
         raise ValueError(msg)
     link = LinkModel.from_json(path.read_text())

@@ -18,16 +18,15 @@ class SchedulerConfig:
     """Settings of :class:`loongforge_comm.GradientScheduler`; every rank must use equal values."""
 
     strategy: Strategy = "hybrid"
-    """``hybrid``: planned buckets, algorithm chosen per bucket. ``simple``: uniform buckets, the backend's
-    ring."""
+    """``hybrid``: planned buckets, an algorithm for each. ``simple``: uniform buckets, the backend's ring."""
     mode: Mode = "hooks"
     """``hooks``: own buckets beside backward. ``simple``: plain all-reduce after backward. ``plan-only``: the
-    plan
-    drives stock ``DistributedDataParallel``; call ``scheduler.module`` instead of the model."""
+    plan drives stock ``DistributedDataParallel``, whose buckets stay as they are; call ``scheduler.module``
+    instead of the model."""
     rebuild_interval: int = 5000
     """Optimizer steps between plan rebuilds from measured ready times; 0 never rebuilds."""
     warmup_steps: int = 3
-    """Synchronised steps measured before the first rebuild; 0 keeps the initial plan until
+    """Synchronised steps measured before the first rebuild; 0 keeps the first plan until
     ``rebuild_interval``."""
     timeout_s: float = 600.0
     """Seconds a bucket may take before the step fails with the silent rank's name."""
@@ -38,11 +37,10 @@ class SchedulerConfig:
     heartbeat_timeout_s: float = 10.0
     """Seconds without a heartbeat after which a rank counts as silent."""
     heartbeat_every: int = 100
-    """Optimizer steps between exchanges of per-rank timings (stragglers, corrected collective times); 0
-    never."""
+    """Optimizer steps between exchanges of per-rank timings (who is waited for); 0 never."""
     compress: Compression = "off"
-    """``bf16`` sends float32 buckets as bfloat16 (relative error up to 2^-8 per addend); ``off`` is
-    lossless."""
+    """``bf16`` sends float32 buckets as bfloat16 (relative error up to 2^-8 per addend); ``off`` loses
+    nothing."""
     simple_bucket_mib: float = 25.0
     """Bucket size in MiB of strategy ``simple``."""
     max_bucket_mib: float | None = None
@@ -63,14 +61,12 @@ class SchedulerConfig:
     link_cache: Path | None = None
     """Folder where measured link models are kept, one file per topology fingerprint. ``None``: no file."""
     status_path: Path | None = None
-    """File that rank 0 rewrites at most once a second for ``python -m loongforge_comm monitor``. ``None``: no
-    file."""
+    """File that rank 0 rewrites at most once a second for ``python -m loongforge_comm monitor``; in mode
+    ``plan-only`` it also turns the timing of buckets on. ``None``: no file."""
     nccl_algorithms: bool = False
-    """Give tree and ring buckets their own NCCL communicators with a forced algorithm (costs memory per
-    communicator)."""
+    """Give tree and ring buckets NCCL communicators of their own with a forced algorithm (memory each)."""
     allow_single_rank: bool = False
-    """Stay active on a group of one rank (tests and graph capture); otherwise such a scheduler does
-    nothing."""
+    """Stay active on a group of one rank (tests, graph capture); otherwise such a scheduler does nothing."""
 
     def __post_init__(self) -> None:
         for name, kind in (

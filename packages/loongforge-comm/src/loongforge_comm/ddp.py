@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
 from statistics import median
 
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from loongforge_comm.config import SchedulerConfig
 from loongforge_comm.gradients import is_local
 from loongforge_comm.internals import ignore_in_stock_ddp
 from loongforge_comm.plan import CommPlan
@@ -35,18 +35,18 @@ def wrap(
     model: nn.Module,
     plan: CommPlan,
     group: dist.ProcessGroup,
-    *,
-    local: Collection[str] = (),
-    broadcast_buffers: bool = True,
-    compress: bool = False,
-    find_unused_parameters: bool = False,
+    config: SchedulerConfig,
 ) -> DistributedDataParallel:
     """Wrap ``model`` so that the stock reducer follows the plan's bucket sizes.
 
     The stock rules hold: call the wrapper, and every parameter must get a gradient unless
     ``find_unused_parameters`` is set (which keeps the stock reducer from ever ordering its buckets).
     """
-    ignored = [n for n, _ in (*model.named_parameters(), *model.named_buffers()) if is_local(n, local)]
+    ignored = [
+        n
+        for n, _ in (*model.named_parameters(), *model.named_buffers())
+        if is_local(n, config.local_parameters)
+    ]
     if ignored:
         ignore_in_stock_ddp(model, ignored)
     device_ids = None
@@ -56,14 +56,16 @@ def wrap(
     # 2.13 renamed the option; the new name is the one without a warning.
     known = inspect.signature(DistributedDataParallel).parameters
     sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    wrapper = DistributedDataParallel(
+    return DistributedDataParallel(
         model,
         device_ids=device_ids,
         process_group=group,
         gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused_parameters,
-        **{sync: broadcast_buffers, **bucket_arguments(plan)},  # type: ignore[arg-type]
+        find_unused_parameters=config.find_unused_parameters,
+        **{sync: config.buffers == "forward", **bucket_arguments(plan)},  # type: ignore[arg-type]
     )
-    if compress:
-        wrapper.register_comm_hook(group, bf16_compress_hook)
-    return wrapper
+
+
+def compress(wrapper: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Send float32 buckets as bfloat16."""
+    wrapper.register_comm_hook(group, bf16_compress_hook)

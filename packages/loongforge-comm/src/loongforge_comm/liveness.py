@@ -1,6 +1,4 @@
-"""Heartbeats over the store: who is alive, how far each rank got, and a message that names the one that is
-not.
-"""
+"""Heartbeats over the store: who is alive, how far each rank got, and words for the one that is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ class Beat:
     Attributes:
         count: beats so far.
         step: optimizer step it was in.
-        bucket: buckets it had sent in the running backward.
+        sent: backwards whose buckets it had all sent.
         state: ``run``, ``failed`` or ``closed``.
         suspects: ranks it holds for silent.
         seen: ``time.monotonic()`` here when the count last changed.
@@ -36,7 +34,7 @@ class Beat:
 
     count: int
     step: int
-    bucket: int
+    sent: int
     state: str
     suspects: tuple[int, ...]
     seen: float
@@ -73,9 +71,9 @@ class Liveness:
             others = [self._ranks[(place + k) % len(ranks)] for k in range(1, 5)]
         self._watched = tuple(others)
         now = time.monotonic()
-        self.beats = {r: Beat(count=0, step=0, bucket=0, state="run", suspects=(), seen=now) for r in others}
+        self.beats = {r: Beat(count=0, step=0, sent=0, state="run", suspects=(), seen=now) for r in others}
         self.step = 0
-        self.bucket = 0
+        self.sent = 0
         self.state = "run"
         self.suspects: tuple[int, ...] = ()
         self._count = 0
@@ -115,7 +113,7 @@ class Liveness:
 
     def _beat(self) -> None:
         self._count += 1
-        value = [self._count, self.step, self.bucket, self.state, list(self.suspects)]
+        value = [self._count, self.step, self.sent, self.state, list(self.suspects)]
         self._store.set(f"beat/{self._rank}", json.dumps(value))
 
     def _read(self) -> None:
@@ -126,13 +124,13 @@ class Liveness:
         raw = multi_get(self._store, known)
         for key, text in zip(known, raw, strict=True):
             rank = int(key.rpartition("/")[2])
-            count, step, bucket, state, suspects = json.loads(text)
+            count, step, sent, state, suspects = json.loads(text)
             beat = self.beats[rank]
             if count != beat.count:
                 self.beats[rank] = Beat(
                     count=count,
                     step=step,
-                    bucket=bucket,
+                    sent=sent,
                     state=state,
                     suspects=tuple(suspects),
                     seen=time.monotonic(),
@@ -153,6 +151,10 @@ class Liveness:
         accused = {s for beat in self.beats.values() for s in beat.suspects if s != self._rank}
         return tuple(sorted((quiet or accused) | left))
 
+    def behind(self) -> tuple[int, ...]:
+        """Ranks that are alive but have sent fewer backwards than this one: it is they who are waited for."""
+        return tuple(sorted(r for r, b in self.beats.items() if b.sent < self.sent and b.state == "run"))
+
     @property
     def store_silent_s(self) -> float:
         """Seconds since the store last answered."""
@@ -166,8 +168,10 @@ class Liveness:
         if beat.state == "closed":
             return f"rank {rank} (closed its scheduler at step {beat.step})"
         age = time.monotonic() - beat.seen
-        where = f"last seen in step {beat.step} with {beat.bucket} buckets sent"
-        return f"rank {rank} (silent for {age:.1f} s, {where})"
+        where = f"in step {beat.step} with {beat.sent} backwards sent"
+        if age <= 3 * self.interval_s + 0.2:
+            return f"rank {rank} (alive but slow: {where}, this rank {self.sent})"
+        return f"rank {rank} (silent for {age:.1f} s, last seen {where})"
 
     def fail(self, suspects: tuple[int, ...]) -> None:
         """Tell the others at once that this rank gave up, and because of whom."""

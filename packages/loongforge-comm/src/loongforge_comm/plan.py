@@ -224,8 +224,8 @@ class CommPlan:
         missing += [name for name in specs if name not in named and name not in missing]
         if missing:
             msg = (
-                f"plan does not send {missing[:5]} ({len(missing)} in all); every gradient must be in a "
-                "bucket"
+                f"plan does not send {missing[:5]} ({len(missing)} in all); every gradient must "
+                "be in a bucket"
             )
             raise ValueError(msg)
 

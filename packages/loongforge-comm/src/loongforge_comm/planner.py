@@ -239,8 +239,7 @@ def plan_buckets(
     Gradients of one dtype and device form one stream; each stream is segmented exactly, then the buckets of
     all streams are merged by ready time into one launch order. With one stream the end is within half a
     percent of the optimum under the cost model (see :func:`calm_cuts`); with several each stream is planned
-    as if
-    it had the link alone.
+    as if it had the link alone.
 
     Args:
         gradients: specs with ready times, any order.

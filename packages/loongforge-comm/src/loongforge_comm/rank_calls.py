@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from loongforge_comm import state as saved_state
 from loongforge_comm.config import SchedulerConfig
+from loongforge_comm.modules import broadcast_tensors, shared_buffers
 from loongforge_comm.reducer import Reducer
 from loongforge_comm.team import Team
 from loongforge_comm.watch import ModelWatch
@@ -30,9 +31,12 @@ class RankCalls(ABC):
     def reduce_now(self) -> None:
         """Average the gradients that exist now."""
 
-    @abstractmethod
     def sync_buffers(self) -> None:
-        """Copy rank 0's module buffers to all ranks now."""
+        """Copy rank 0's module buffers to all ranks now (before a checkpoint or an evaluation)."""
+        if self.active:
+            buffers = shared_buffers(self._model, self.config.local_parameters)
+            if buffers:
+                broadcast_tensors(buffers, self._team.channels.ring, self._team.ranks[0])
 
     def agree_continue(self, *, has_batch: bool, rule: str = "stop") -> bool:
         """Agree whether the next step takes place when ranks may run out of data at different times.
@@ -85,5 +89,3 @@ class RankCalls(ABC):
         if not self.active:
             return {}
         return saved_state.gather_local(self._model, self.config.local_parameters, self._team.channels.peers)
-
-    # ---- state

@@ -25,7 +25,7 @@ class DeviceTimes:
     Attributes:
         begin: start of backward.
         end: end of the gradient computation.
-        finish: all averages in place.
+        finish: all averages in place; ``None`` where that is when the last bucket landed.
         spans: per bucket, packed and ready to go, and landed.
     """
 
@@ -36,8 +36,9 @@ class DeviceTimes:
 
     def passed(self) -> bool:
         """Whether all marks can be read without waiting."""
-        marks = [self.begin, self.end, self.finish, *(mark for span in self.spans.values() for mark in span)]
-        return all(mark is not None and mark.query() for mark in marks)
+        marks = [mark for span in self.spans.values() for mark in span]
+        marks += [mark for mark in (self.begin, self.end, self.finish) if mark is not None]
+        return self.end is not None and all(mark.query() for mark in marks)
 
     def resolve(self, record: BackwardRecord) -> BackwardRecord:
         """``record`` with the device's times, in seconds after the start of backward."""
@@ -45,12 +46,11 @@ class DeviceTimes:
         def at(mark: Mark | None) -> float:
             return self.begin.elapsed_time(mark) / 1e3 if mark is not None else 0.0
 
-        return BackwardRecord(
-            end=at(self.end),
-            finish=at(self.finish),
-            spans={index: (at(start), at(landed)) for index, (start, landed) in self.spans.items()},
-            deferred=record.deferred,
-        )
+        spans = {index: (at(start), at(landed)) for index, (start, landed) in self.spans.items()}
+        end = at(self.end)
+        last = max([end, *(landed for _, landed in spans.values())])
+        finish = at(self.finish) if self.finish is not None else last
+        return BackwardRecord(end=end, finish=finish, spans=spans, deferred=record.deferred)
 
 
 @dataclass(kw_only=True)

@@ -59,6 +59,7 @@ class Reducer:
         self.profile = False
         self.last = BackwardRecord()
         self.last_ready: dict[str, float] = {}
+        self.on_sent: Callable[[], None] | None = None
         self.on_finish: Callable[[BackwardRecord], None] | None = None
         self._parameters = dict(parameters)
         self._channels = channels
@@ -184,6 +185,8 @@ class Reducer:
             device.end = cuda_event()
         try:
             self._send_rest()
+            if self.on_sent is not None and not record.captured:
+                self.on_sent()
             for index, flight in self._flights.items():
                 self._wait(index, flight)
             self._publish(captured=record.captured)

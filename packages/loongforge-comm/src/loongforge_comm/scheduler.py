@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,25 +15,23 @@ from loongforge_comm import state as saved_state
 from loongforge_comm.config import SchedulerConfig, check_strategy
 from loongforge_comm.gradients import refuse_compiled, trainable_parameters
 from loongforge_comm.link import LinkModel
-from loongforge_comm.modules import broadcast_model, broadcast_tensors, check_same_model, shared_buffers
+from loongforge_comm.modules import broadcast_model, check_same_model
 from loongforge_comm.plan import CommPlan
 from loongforge_comm.planning import Planning
 from loongforge_comm.rank_calls import RankCalls
-from loongforge_comm.reducer import BackwardRecord, Reducer
+from loongforge_comm.records import BackwardRecord
+from loongforge_comm.reducer import Reducer
+from loongforge_comm.reporting import Reporting
+from loongforge_comm.stock_times import StockTimes
 from loongforge_comm.team import Team
-from loongforge_comm.telemetry import StatusFile, Telemetry
 from loongforge_comm.watch import ModelWatch
-
-LOG = logging.getLogger("loongforge_comm")
-LATE_FIRST_GRADIENT = 0.8
 
 
 class GradientScheduler(RankCalls):
     """Averages gradients beside backward, in planned buckets, with the numerics of stock DDP.
 
     Create it on every rank in the same order, keep calling the model itself, and call :meth:`step_end` after
-    each
-    optimizer step::
+    each optimizer step::
 
         scheduler = GradientScheduler(model)
         for step, batch in enumerate(loader):
@@ -45,15 +42,12 @@ class GradientScheduler(RankCalls):
     Without a process group, or with one rank, it does nothing and costs nothing.
 
     What it keeps from stock DDP: initial broadcast, buffers of rank 0 before each synchronised forward,
-    ``no_sync``
-    accumulation, ``None`` for gradients that no rank computed. Differences: the model is not wrapped (mode
-    ``plan-only`` excepted), gradients are views of flat buffers that the next synchronised backward
-    overwrites, and
-    each rank's data may use parameters or not without a graph walk.
+    ``no_sync`` accumulation, ``None`` for gradients that no rank computed. Differences: the model is not
+    wrapped (mode ``plan-only`` excepted), gradients are views of flat buffers that the next synchronised
+    backward overwrites, and each rank's data may use parameters or not without a graph walk.
 
     Not supported: ``create_graph=True`` through the averaged gradients, optimizers that run inside backward,
-    and
-    gradients taken with ``torch.autograd.grad`` (they are not averaged).
+    and gradients taken with ``torch.autograd.grad`` (they are not averaged).
     """
 
     def __init__(
@@ -68,8 +62,8 @@ class GradientScheduler(RankCalls):
     ) -> None:
         """Check that all ranks hold the same model, copy rank 0's tensors, install the hooks.
 
-        The link measurement and the plan are made at the first synchronised forward or backward, so that
-        :meth:`load_state_dict` can come before and spare both.
+        Link and plan are made at the first synchronised forward or backward, unless
+        :meth:`load_state_dict` comes before.
 
         Args:
             model: module with parameters on CPU or CUDA, not compiled as a whole.
@@ -90,13 +84,10 @@ class GradientScheduler(RankCalls):
         self._model = model
         self._plan = plan
         self._reducer: Reducer | None = None
-        self._telemetry: Telemetry | None = None
         self._watch: ModelWatch | None = None
-        self._status: StatusFile | None = None
-        self._peer_times: dict[str, object] = {}
+        self._stock_times: StockTimes | None = None
         self._wanted: str | None = None
         self._rebuild_wanted = False
-        self._late_reported = False
         self._steps = 0
         self._saved: saved_state.LoadedState | None = None
         enough = dist.is_available() and dist.is_initialized()
@@ -116,8 +107,7 @@ class GradientScheduler(RankCalls):
         self._planning = Planning(self._model, self._team, config, link, ready_ms)
         if config.broadcast_initial:
             broadcast_model(self._model, self._team.channels.ring, self._team.ranks[0], local)
-        if config.status_path is not None and self._team.first:
-            self._status = StatusFile(config.status_path)
+        self._reporting = Reporting(config, first=self._team.first)
         if config.mode == "plan-only":
             self._wrap_stock()
             return
@@ -137,15 +127,13 @@ class GradientScheduler(RankCalls):
         plan = self._plan = self._plan or self._planning.first()
         saved_state.check_plan_fits(plan, self._model, config.local_parameters, len(self._team.ranks))
         self._team.agreement.require_equal("communication plan", plan.hash, "load one plan on all ranks")
-        self.module = ddp.wrap(
-            self._model,
-            plan,
-            self._team.channels.ring,
-            local=config.local_parameters,
-            broadcast_buffers=config.buffers == "forward",
-            compress=config.compress == "bf16",
-            find_unused_parameters=config.find_unused_parameters,
-        )
+        group, compress = self._team.channels.ring, config.compress == "bf16"
+        self.module = ddp.wrap(self._model, plan, group, config)
+        self._reporting.use_plan(plan)
+        if config.status_path is not None:
+            self._stock_times = StockTimes(self.module, group, self._reporting.add, compress=compress)
+        elif compress:
+            ddp.compress(self.module, group)
 
     # ---- plan
 
@@ -189,27 +177,25 @@ class GradientScheduler(RankCalls):
             deferred_first=old is None and plan.source != "measured",
         )
         reducer.sync = self._watch.sync if self._watch is not None else True
+        reducer.on_sent = self._team.waiter.sent
         reducer.on_finish = self._finished
         reducer.profile = self._planning.profiling(self._steps)
         self._team.waiter.plan = plan
         self._plan = plan
-        if self._telemetry is None:
-            self._telemetry = Telemetry(plan)
-        else:
-            self._telemetry.use_plan(plan)
+        self._reporting.use_plan(plan)
         return reducer
 
     def _finished(self, record: BackwardRecord) -> None:
-        if self._telemetry is not None:
-            self._telemetry.add(record)
+        self._reporting.add(record)
         if self._reducer is not None and not record.captured and self._planning.profiling(self._steps):
             self._planning.observe(self._reducer.last_ready)
 
     def _replan(self, reason: str) -> None:
-        if self._reducer is None or self._telemetry is None:
+        telemetry = self._reporting.telemetry
+        if self._reducer is None or telemetry is None:
             return
         plan = self._planning.remake(
-            self._reducer.plan, self._reducer.fires(), self._telemetry, step=self._steps, reason=reason
+            self._reducer.plan, self._reducer.fires(), telemetry, step=self._steps, reason=reason
         )
         self._reducer = self._use(plan)
 
@@ -242,47 +228,44 @@ class GradientScheduler(RankCalls):
             self._ready_reducer().reduce_now()
 
     def attach_gradients(self) -> None:
-        """Make every ``grad`` a zeroed view of the flat buffers, so that a captured graph writes there
-        directly.
-        """
+        """Make every ``grad`` a zeroed view of the flat buffers; a captured graph then writes there."""
         if self.active:
             self._ready_reducer().attach_views()
-
-    def sync_buffers(self) -> None:
-        """Copy rank 0's module buffers to all ranks now (before a checkpoint or an evaluation)."""
-        if self.active:
-            buffers = shared_buffers(self._model, self.config.local_parameters)
-            if buffers:
-                broadcast_tensors(buffers, self._team.channels.ring, self._team.ranks[0])
 
     # ---- step border
 
     def switch_strategy(self, name: str) -> None:
-        """Ask for ``simple`` or ``hybrid``; all ranks change at the step border after the request has
-        travelled.
+        """Ask for ``simple`` or ``hybrid``; all ranks change at the border after the request has travelled.
 
         One rank's request is enough; of several the lowest rank's wins.
+
+        Raises:
+            ValueError: unknown name, or mode ``plan-only``.
         """
         check_strategy(name)
-        if self.config.mode == "plan-only":
-            msg = (
-                "mode is 'plan-only', where stock DDP fixes its buckets at the start; use mode 'hooks' to "
-                "switch"
-            )
-            raise ValueError(msg)
+        self._refuse_stock("switch strategies")
         self._wanted = name
         if self.active:
             self._ready_reducer().request = True
 
     def rebuild(self) -> None:
-        """Ask for a new plan from measured ready times at the next step border."""
+        """Ask for a new plan from measured ready times at the next step border.
+
+        Raises:
+            ValueError: mode ``plan-only``.
+        """
+        self._refuse_stock("rebuild the plan")
         self._rebuild_wanted = True
         if self.active:
             self._ready_reducer().request = True
 
+    def _refuse_stock(self, what: str) -> None:
+        if self.config.mode == "plan-only":
+            msg = f"mode is 'plan-only', where stock DDP fixes its buckets; use mode 'hooks' to {what}"
+            raise ValueError(msg)
+
     def step_end(self, step: int | None = None) -> None:
-        """Mark the step border: the only place where plan and strategy change. Call it once per optimizer
-        step.
+        """Mark the step border, where plan and strategy may change. Call it once per optimizer step.
 
         Args:
             step: the trainer's step number, for messages; counted here when ``None``.
@@ -290,30 +273,35 @@ class GradientScheduler(RankCalls):
         if not self.active:
             return
         self._steps += 1
+        label = self._steps if step is None else step
         if self.config.mode == "plan-only":
-            return
+            if self._stock_times is not None:
+                self._stock_times.flush()
+        else:
+            self._plan_border(label)
+        every = self.config.heartbeat_every
+        if every and self._steps % every == 0:
+            self._reporting.exchange_times(self.plan, self._team.agreement)
+        parameters = len(self._watch.hooked) if self._watch is not None else 0
+        self._reporting.warn_of_late_gradients(parameters=parameters, steps=self._steps)
+        if self._reporting.due:
+            self._reporting.write(label, self.stats())
+
+    def _plan_border(self, label: int) -> None:
         reducer = self._ready_reducer()
         if reducer.armed:
             msg = (
                 "step_end() was called while a synchronised backward has not finished: its end was not seen, "
-                "which "
-                "happens when every gradient came from inside reentrant checkpoints and the model's forward "
-                "was "
-                "not called directly. Call the model itself, or use_reentrant=False"
+                "which happens when every gradient came from inside reentrant checkpoints and the model's "
+                "forward was not called directly. Call the model itself, or use_reentrant=False"
             )
             raise RuntimeError(msg)
-        label = self._steps if step is None else step
         self._team.waiter.check()
         self._team.at_step(label)
         due = self._planning.rebuild_due(reducer.plan, self._steps)
         if reducer.take_request() or due:
             self._border(due=due)
-        if self.config.heartbeat_every and self._steps % self.config.heartbeat_every == 0:
-            self._exchange_times()
         self._ready_reducer().profile = self._planning.profiling(self._steps)
-        self._report_late_gradients()
-        if self._status is not None and self._status.due:
-            self._status.write({"step": label, **self.stats()})
 
     def _border(self, *, due: bool) -> None:
         """All ranks are here for the same reason: exchange wishes, then change alike."""
@@ -328,37 +316,6 @@ class GradientScheduler(RankCalls):
         elif due or any(rebuild for _, rebuild in pairs):
             self._replan("measured ready times")
 
-    def _exchange_times(self) -> None:
-        """Per-rank bucket times: the minimum over ranks is the collective, the rest is waiting for
-        stragglers.
-        """
-        if self._telemetry is None or self._reducer is None:
-            return
-        mine = {str(index): ms for index, ms in self._telemetry.bucket_ms().items()}
-        parts = self._team.agreement.exchange(
-            "bucket-times", [mine, self._telemetry.summary()["backward_ms_mean"]]
-        )
-        self._peer_times = saved_state.straggler_table(self._reducer.plan, self._team.ranks, parts)
-
-    def _report_late_gradients(self) -> None:
-        share = self._telemetry.first_gradient_share() if self._telemetry is not None else None
-        many = self._watch is not None and len(self._watch.hooked) > 4
-        if (
-            self._late_reported
-            or share is None
-            or share <= LATE_FIRST_GRADIENT
-            or not many
-            or self._steps < 3
-        ):
-            return
-        self._late_reported = True
-        LOG.warning(
-            "the first gradient arrives after %.0f %% of backward, so nothing can overlap; this is what "
-            "torch.compile of the whole model does. Compile the repeated blocks instead "
-            "(for block in model.blocks: block.compile())",
-            100 * share,
-        )
-
     def stats(self) -> dict[str, object]:
         """Figures of this rank: a flat part for logs, and ``groups`` and ``ranks`` for the monitor."""
         strategy = self._planning.strategy if self.active else self.config.strategy
@@ -367,41 +324,23 @@ class GradientScheduler(RankCalls):
             "mode": self.config.mode,
             "strategy": strategy,
         }
-        if not self.active or self._reducer is None or self._telemetry is None:
+        if not self.active or self._plan is None or self._reporting.telemetry is None:
             return result
-        plan = self._reducer.plan
+        reducer = self._reducer
         return result | {
-            "plan_hash": plan.hash,
-            "plan_source": plan.source,
-            "buckets": len(plan.buckets),
-            "gradient_bytes": plan.nbytes,
-            "buffer_bytes": self._reducer.buffer_bytes,
+            "buffer_bytes": reducer.buffer_bytes if reducer is not None else 0,
             "world_size": len(self._team.ranks),
-            "contributors": self._reducer.contributors,
+            "contributors": reducer.contributors if reducer is not None else len(self._team.ranks),
             "steps": self._steps,
             "rebuilds": self._planning.rebuilds,
             "analyses": self._planning.analyses,
-            "predicted_exposed_ms": plan.exposed_ms,
-            "whole_model_compile_suspected": self._late_reported,
-            **self._telemetry.summary(),
-            "groups": self._telemetry.groups(),
-            "ranks": self._peer_times,
+            **self._reporting.figures(self._plan),
         }
 
     def state_dict(self) -> dict[str, object]:
-        """Plan, link and counters as plain data, with version and topology. Collective if no plan exists
-        yet.
-        """
+        """Plan, link and counters as plain data. Collective if no plan exists yet."""
         if not self.active:
-            saved = self._saved
-            return saved_state.pack(
-                saved.plan if saved is not None else None,
-                saved.link if saved is not None else None,
-                world_size=saved.world_size if saved is not None else 1,
-                steps=self._steps,
-                rebuilds=saved.rebuilds if saved is not None else 0,
-                strategy=self.config.strategy,
-            )
+            return saved_state.pack_again(self._saved, steps=self._steps, strategy=self.config.strategy)
         plan = self.plan
         if self._reducer is not None:
             fires = self._reducer.fires()
@@ -450,8 +389,8 @@ class GradientScheduler(RankCalls):
         """Remove the hooks and end the threads. Gradients keep their values."""
         if not self.active:
             return
-        if self._status is not None and self._reducer is not None:
-            self._status.write({"step": self._steps, "closed": True, **self.stats()}, force=True)
+        if self._reporting.telemetry is not None:
+            self._reporting.write(self._steps, self.stats(), closed=True)
         if self._watch is not None:
             self._watch.close()
         self._team.close()

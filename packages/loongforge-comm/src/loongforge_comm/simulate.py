@@ -194,8 +194,7 @@ class Simulation:
         """Text that says that it is a model."""
         return (
             f"model, not a measurement: {self.ranks} ranks, backward {self.backward_ms:.2f} ms, all averages "
-            "after "
-            f"{self.finish_ms:.2f} ms (95th percentile {self.finish_p95_ms:.2f}), exposed "
+            f"after {self.finish_ms:.2f} ms (95th percentile {self.finish_p95_ms:.2f}), exposed "
             f"{self.exposed_ms:.2f} ms of "
             f"{self.comm_ms:.2f} ms communication, overlap {100 * self.overlap:.1f} %, "
             f"waiting for the slowest rank {self.straggler_ms:.2f} ms\nlink: {self.source}"

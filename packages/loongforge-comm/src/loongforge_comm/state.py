@@ -49,12 +49,26 @@ def pack(
     }
 
 
+def pack_again(saved: LoadedState | None, *, steps: int, strategy: str) -> dict[str, object]:
+    """What an inactive scheduler saves: what it was given, so that a run on more ranks finds it again."""
+    if saved is None:
+        return pack(None, None, world_size=1, steps=steps, rebuilds=0, strategy=strategy)
+    return pack(
+        saved.plan,
+        saved.link,
+        world_size=saved.world_size,
+        steps=steps,
+        rebuilds=saved.rebuilds,
+        strategy=strategy,
+    )
+
+
 def unpack(state: Mapping[str, object]) -> LoadedState:
     """Read what :func:`pack` wrote; ValueError names a wrong version."""
     if state.get("version") != STATE_VERSION:
         msg = (
-            f"scheduler state has version {state.get('version')}, allowed is {STATE_VERSION}; start without "
-            "it"
+            f"scheduler state has version {state.get('version')}, allowed is {STATE_VERSION}; start "
+            "without it"
         )
         raise ValueError(msg)
     plan, link = state["plan"], state["link"]

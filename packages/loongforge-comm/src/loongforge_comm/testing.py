@@ -1,11 +1,10 @@
-"""Helpers for tests with several ranks on one machine: every process is joined with a limit and its code
-checked.
-"""
+"""Helpers for tests: several ranks on one machine, each joined with a limit, and snapshots of graphs."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import multiprocessing
 import os
 import pickle
@@ -22,6 +21,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from loongforge_comm.config import SchedulerConfig
+from loongforge_comm.link import LinkModel
+from loongforge_comm.mdg import ModuleDependencyGraph
+from loongforge_comm.scheduler import GradientScheduler
 
 T = TypeVar("T")
 
@@ -189,6 +193,15 @@ class Scenarios:
         """Names in order of definition."""
         return tuple(self._functions)
 
+    @staticmethod
+    def check(name: str, outcomes: Sequence[dict[str, str] | None]) -> None:
+        """AssertionError with each rank's story when the scenario failed on one."""
+        for rank, outcome in enumerate(outcomes):
+            story = "no outcome" if outcome is None else outcome[name]
+            if story:
+                msg = f"rank {rank}\n{story}"
+                raise AssertionError(msg)
+
     def run(self, rank: int) -> dict[str, str]:
         """Run all; the text of each failure by name, empty for success."""
         outcome = {}
@@ -232,8 +245,66 @@ def assert_same(
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def assert_equal_on_ranks(tensors: Sequence[Tensor | None]) -> None:
+    """Every rank must hold equal tensors (collective call)."""
+    first, *others = values_of_ranks(list(tensors))
+    for other in others:
+        assert_same(first, other)  # type: ignore[arg-type]
+
+
+def quick_scheduler(model: nn.Module, **settings: object) -> GradientScheduler:
+    """A scheduler for tests: a given link, no heartbeats, short limits, a rebuild after two steps."""
+    base: dict[str, object] = {
+        "heartbeat_interval_s": 0.0,
+        "warmup_steps": 2,
+        "timeout_s": 20.0,
+        "agree_timeout_s": 20.0,
+    }
+    config = SchedulerConfig(**{**base, **settings})  # type: ignore[arg-type]
+    return GradientScheduler(model, config=config, link=LinkModel.from_alpha_beta(0.01, 1.0))
+
+
 def values_of_ranks(value: object) -> list[object]:
     """Every rank's value, in rank order."""
     out: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+def assert_snapshot(path: Path, graph: ModuleDependencyGraph) -> None:
+    """Compare the shape of ``graph`` with the file; ``REWRITE_GOLDEN=1`` in the environment writes it.
+
+    Kept are modules with calls, gradient bytes, branch and output shapes, edges, gradient order and control
+    flow; times and FLOPs are not.
+    """
+    data = json.loads(graph.to_json())
+    view = {
+        "run": [data["source"], data["run"]],
+        "nodes": [
+            [
+                n["name"],
+                n["type"],
+                n["calls"],
+                n["gradient_bytes"],
+                n["branch"],
+                [o["shape"] for o in n["outputs"]],
+            ]
+            for n in data["nodes"]
+        ],
+        "edges": [f"{e['source']} -> {e['target']}" for e in data["edges"]],
+        "order": [g["name"] for g in data["gradients"]],
+        "control_flow": [[c["module"], c["kind"], c["detail"]] for c in data["control_flow"]],
+    }
+    if os.environ.get("REWRITE_GOLDEN") == "1":
+        path.parent.mkdir(exist_ok=True)
+        parts = (f"{json.dumps(k)}: [\n" + ",\n".join(map(json.dumps, v)) + "\n]" for k, v in view.items())
+        path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    if not path.is_file():
+        msg = f"{path} is missing; write it with REWRITE_GOLDEN=1"
+        raise AssertionError(msg)
+    kept = json.loads(path.read_text())
+    for key, value in view.items():
+        if value != kept[key]:
+            unlike = [(a, b) for a, b in zip(value, kept[key], strict=False) if a != b][:3]
+            msg = f"{path.name}, {key}: {len(value)} now, {len(kept[key])} kept; first differences {unlike}"
+            raise AssertionError(msg)

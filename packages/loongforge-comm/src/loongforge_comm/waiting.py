@@ -24,6 +24,11 @@ class BucketWaiter:
         self.lost: tuple[int, ...] = ()
         self._index = 0
 
+    def sent(self) -> None:
+        """This rank has sent every bucket of a backward; heartbeats say so, which shows who lags behind."""
+        if self._liveness is not None:
+            self._liveness.sent += 1
+
     def wait(self, index: int, flight: Flight) -> None:
         """Return when the bucket has landed (CUDA: when the current stream will wait for it).
 
@@ -33,8 +38,6 @@ class BucketWaiter:
         begin = time.monotonic()
         self._index = index
         self.on_device = flight.stream is not None
-        if self._liveness is not None:
-            self._liveness.bucket = index
         while True:
             self.check()
             try:
@@ -70,7 +73,7 @@ class BucketWaiter:
         elif live is not None and live.store_silent_s > live.timeout_s / 2:
             who = f"unknown rank: the store has not answered for {live.store_silent_s:.1f} s either"
         elif live is not None:
-            who = "no silent rank: all ranks send heartbeats, one may be slow or in another collective"
+            who = "no rank by name: all send heartbeats and have sent as much as this one"
         else:
             who = "unknown rank (heartbeats are off)"
         return f"step {self.step}, {where}: {what} after {elapsed_s:.1f} s, waiting for {who}"
@@ -79,6 +82,8 @@ class BucketWaiter:
         self, begin: float, what: str, error: RuntimeError | None, silent: tuple[int, ...] = ()
     ) -> RankFailureError:
         ranks = silent or self._find_silent()
+        if not ranks and self._liveness is not None:
+            ranks = self._liveness.behind()
         elapsed = time.monotonic() - begin
         text = self.message(what, ranks, elapsed)
         if error is not None:

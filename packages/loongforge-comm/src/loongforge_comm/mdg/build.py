@@ -117,8 +117,7 @@ def _observe(
     except Exception as error:
         msg = (
             f"{type(model).__name__} runs neither on meta tensors ({reason}) nor eagerly ({error}); check "
-            "that "
-            "example_args and example_kwargs are what its forward takes"
+            "that example_args and example_kwargs are what its forward takes"
         )
         raise ValueError(msg) from error
 
