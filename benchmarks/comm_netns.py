@@ -1,13 +1,9 @@
-"""Step time of stock DDP and of loongforge-comm on a slow link: two ranks in two network namespaces, 1 Gbit
-each.
+"""Step time of stock DDP and of loongforge-comm on a slow link: two ranks in two network namespaces, 1 Gbit.
 
-Needs root, ip and tc with the token-bucket filter; says so and ends with code 0 where they are missing. Each
-namespace
-gets one end of a veth pair whose egress is limited; a bridge in a third namespace joins them. All variants
-run in the
-same two processes, one step each in turn, so that drift of the machine hits all alike. The time of a step is
-the
-maximum over ranks of forward + backward + averaging; reported are medians with minimum and maximum.
+Says why and ends with code 0 where namespaces or the token-bucket filter are missing (see _comm_hosts.py).
+All variants run in the same two processes, one step each in turn, so that drift of the machine hits all
+alike, and each has connections of its own. The time of a step is the maximum over ranks of forward + backward
++ averaging; reported are medians with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -15,22 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import _common
 import torch
 import torch.distributed as dist
+from _comm_hosts import MissingSupport, hosts, run_on
 from loongforge_comm import GradientScheduler, SchedulerConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,9 +33,6 @@ MAIN_BATCH = 384
 HIDDEN_BATCH = 1024
 """Rows per rank at which bandwidth time / backward is below 0.9."""
 CAPS = (1, 5, 25, 100)
-TCP = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
-"""In the namespaces: connections wait seconds for their turn here, which never happens in training; BBR would
-answer with 200 ms of probing, others with a slow start."""
 
 
 class Block(nn.Module):
@@ -197,100 +187,6 @@ def _backward_time(variant: Stock, x: Tensor) -> float:
     return took
 
 
-class MissingSupport(RuntimeError):
-    """The kernel, the tools or the rights for network namespaces are not there."""
-
-
-def ip(*arguments: str, namespace: str | None = None, tool: str = "ip") -> None:
-    """Run ip or tc, in a namespace if given."""
-    prefix = ["ip", "netns", "exec", namespace] if namespace else []
-    done = subprocess.run([*prefix, tool, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        msg = f"{' '.join([tool, *arguments])}: {done.stderr.strip() or done.stdout.strip()}"
-        raise MissingSupport(msg)
-
-
-@contextmanager
-def hosts(
-    count: int, rate: str, burst: str = "256kb", latency: str = "50ms"
-) -> Iterator[list[tuple[str, str, str]]]:
-    """Namespaces with a limited link each: yields (namespace, interface, address); removes all at the end."""
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            msg = f"{tool} is not installed"
-            raise MissingSupport(msg)
-    if os.geteuid() != 0:
-        msg = "network namespaces need root"
-        raise MissingSupport(msg)
-    mark = f"lf{os.getpid() % 100000}"
-    bridge = f"{mark}b"
-    names = [f"{mark}h{i}" for i in range(count)]
-    made: list[str] = []
-    try:
-        ip("netns", "add", bridge)
-        made.append(bridge)
-        ip("link", "add", "br0", "type", "bridge", namespace=bridge)
-        ip("link", "set", "br0", "up", namespace=bridge)
-        result = []
-        for i, name in enumerate(names):
-            ip("netns", "add", name)
-            made.append(name)
-            ip(
-                "link",
-                "add",
-                f"v{i}",
-                "netns",
-                name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"p{i}",
-                "netns",
-                bridge,
-            )
-            ip("link", "set", f"p{i}", "master", "br0", namespace=bridge)
-            ip("link", "set", f"p{i}", "up", namespace=bridge)
-            ip("addr", "add", f"10.77.0.{i + 1}/24", "dev", f"v{i}", namespace=name)
-            ip("link", "set", f"v{i}", "up", namespace=name)
-            ip("link", "set", "lo", "up", namespace=name)
-            limit = ("rate", rate, "burst", burst, "latency", latency)
-            ip("qdisc", "add", "dev", f"v{i}", "root", "tbf", *limit, namespace=name, tool="tc")
-            for setting in TCP:
-                with suppress(MissingSupport):
-                    ip("-q", "-w", setting, namespace=name, tool="sysctl")
-            result.append((name, f"v{i}", f"10.77.0.{i + 1}"))
-        yield result
-    finally:
-        for name in made:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def run_section(
-    places: list[tuple[str, str, str]], section: str, *, batch: int, warmup: int, repeat: int, limit_s: float
-) -> dict[str, object]:
-    """Run one section in all namespaces; every process ends within the limit and is checked."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        processes = []
-        for rank, (name, interface, _) in enumerate(places):
-            command = [sys.executable, __file__, "--worker", "--rank", str(rank), "--world", str(len(places))]
-            command += ["--address", places[0][2], "--section", section, "--batch", str(batch)]
-            command += ["--warmup", str(warmup), "--repeat", str(repeat), "--out", str(out)]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environment))
-        deadline = time.monotonic() + limit_s
-        try:
-            codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
-        finally:
-            for p in processes:
-                p.kill()
-        if any(codes):
-            msg = f"section {section}: exit codes {codes}"
-            raise RuntimeError(msg)
-        return json.loads(out.read_text())
-
-
 def main() -> None:
     """Parse, run the sections, report."""
     parser = _common.parser(__doc__)
@@ -307,20 +203,15 @@ def main() -> None:
         worker(arguments)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed on the way out
-    repeat = 5 if arguments.quick else 7
+    repeat = 5 if arguments.quick else 11
     raw: dict[str, dict[str, object]] = {}
     sections = [arguments.section] if arguments.section else ["sweep", "order", "hidden"]
     try:
         with hosts(2, arguments.rate) as places:
             for section in sections:
-                raw[section] = _kept(arguments, section) or run_section(
-                    places,
-                    section,
-                    batch=HIDDEN_BATCH if section == "hidden" else MAIN_BATCH,
-                    warmup=5,
-                    repeat=repeat,
-                    limit_s=300,
-                )
+                batch = HIDDEN_BATCH if section == "hidden" else MAIN_BATCH
+                given = {"section": section, "batch": batch, "warmup": 5, "repeat": repeat}
+                raw[section] = _kept(arguments, section) or run_on(places, __file__, given, limit_s=300)
                 if arguments.keep:
                     arguments.keep.mkdir(parents=True, exist_ok=True)
                     (arguments.keep / f"{section}.json").write_text(json.dumps(raw[section]))
@@ -333,10 +224,8 @@ def main() -> None:
 
 
 NOTES = (
-    "ratios are ours / theirs in step time (forward + backward + averaging), medians over steps taken in "
-    "turn",
-    "overlap = 1 - (averages complete - end of backward) / time the link was busy, from the scheduler's "
-    "records",
+    "ratios are ours / theirs in time of a step (forward + backward + averaging), medians of steps in turn",
+    "overlap = 1 - (averages complete - end of backward) / time the link was busy, median of measured steps",
     "overlap_by_control = 1 - (our step - step without communication) / time the link was busy",
     "rho = bytes / link rate over backward time without communication",
 )

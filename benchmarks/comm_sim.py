@@ -1,12 +1,9 @@
 """Error of the simulator against measured steps between network namespaces.
 
 Two parts. ``caps``: stock DDP with caps 5 and 25 MB fits two numbers (bandwidth factor, packing cost), then
-caps 1, 100
-and the default are predicted. ``world``: the link is measured at two ranks, the step of four ranks is
-predicted; its
-backward is a replay (each layer sleeps for a given time), because four ranks cannot compute at once on two
-cores.
-Needs what benchmarks/comm_netns.py needs.
+caps 1, 100, the default and our own plan are predicted. ``world``: the link is measured at two ranks, the
+step of four ranks is predicted; its backward is a replay (each layer sleeps for a given time), because four
+ranks cannot compute at once on two cores. Needs what benchmarks/_comm_hosts.py needs.
 """
 
 from __future__ import annotations
@@ -15,9 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -29,6 +23,7 @@ import _common
 import comm_netns
 import torch
 import torch.distributed as dist
+from _comm_hosts import MissingSupport, hosts, run_on
 from loongforge_comm import CommPlan, GradientScheduler, GradientSpec, LinkModel, SchedulerConfig
 from loongforge_comm.link import Correction
 from loongforge_comm.simulate import Contention, scale_link, simulate, stock_plan
@@ -135,33 +130,8 @@ def _record(net: nn.Module, ready: list[dict[str, float]]) -> None:
 
 def run(section: str, count: int, rate: str, repeat: int) -> dict[str, object]:
     """Run a part in its namespaces."""
-    with comm_netns.hosts(count, rate) as places, tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        processes = []
-        for rank, (name, interface, _) in enumerate(places):
-            command = [sys.executable, __file__, "--worker", "--rank", str(rank), "--world", str(count)]
-            command += [
-                "--address",
-                places[0][2],
-                "--section",
-                section,
-                "--repeat",
-                str(repeat),
-                "--out",
-                str(out),
-            ]
-            environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environment))
-        deadline = time.monotonic() + 240
-        try:
-            codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in processes]
-        finally:
-            for p in processes:
-                p.kill()
-        if any(codes):
-            msg = f"part {section}: exit codes {codes}"
-            raise RuntimeError(msg)
-        return json.loads(out.read_text())
+    with hosts(count, rate) as places:
+        return run_on(places, __file__, {"section": section, "repeat": repeat}, limit_s=240)
 
 
 def specs(outcome: dict[str, object]) -> list[GradientSpec]:
@@ -260,7 +230,7 @@ def main() -> None:
     try:
         rows = caps_rows(run("caps", 2, "1gbit", repeat))
         rows += world_rows(run("world", 2, WORLD_RATE, repeat), run("world", 4, WORLD_RATE, repeat))
-    except comm_netns.MissingSupport as error:
+    except MissingSupport as error:
         print(f"skipped: {error}")
         return
     predicted = [abs(row["error"]) for row in rows if row["used"] == "predicted"]
