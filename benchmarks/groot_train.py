@@ -1,9 +1,12 @@
 """GR00T N1.6 at full size with random weights on one GPU: real decoding, all pillars, and the 24 GB preset.
 
 Sections (each is time-boxed and its failure is recorded, not fatal):
-  train   200 steps on a robot recording through the trainer, pillars off and on
+  train   200 steps on a robot recording through the trainer, pillars off and on. gpu_util is the mean of the
+          driver's samples after the warm-up steps, epoch borders included; gpu_util_whole that of the whole
+          run from its first step on, first kernels and captures included
   budget  20 steps of the 24 GB preset under a memory limit of 22 GiB
-  step    forward, backward and optimizer on a batch that is already on the GPU, each work switch on and off
+  step    forward with backward (one replay) and optimizer on a batch that is already on the GPU, each work
+          switch on and off
 
     uv run benchmarks/groot_train.py --dataset ../shared/data/g1_pick --json OUT
 """
@@ -13,11 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -26,6 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import _common
+from _groot_train import OFF, Plan, peak_gib, run_plan
+from loongforge_fuse import GraphConfig, GraphRunner
 
 SECTIONS = ("train", "budget", "step")
 
@@ -40,7 +41,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--workers", type=int, default=8, help="decoding threads")
     parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--variants", help="train variants by name, separated by ; (default: all)")
+    parser.add_argument("--variants", help=f"train variants separated by ; of: {'; '.join(VARIANTS)}")
+    parser.add_argument("--held-out", default="6,7", help="episodes that only validate")
     options = parser.parse_args()
     options.steps = options.steps or (30 if options.quick else 200)
     rows: list[dict[str, object]] = []
@@ -48,6 +50,8 @@ def main() -> None:
         (
             "data_wait_share",
             "gpu_util",
+            "gpu_util_whole",
+            "warm_up_steps",
             "tokens_per_s_gpu",
             "peak_gib",
             "loss_ratio",
@@ -86,10 +90,6 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def peak_gib(device: str) -> float | None:
-    return torch.cuda.max_memory_allocated() / 2**30 if device.startswith("cuda") else None
-
-
 def autocast(device: str) -> contextlib.AbstractContextManager[object]:
     return (
         torch.autocast("cuda", dtype=torch.bfloat16)
@@ -122,70 +122,94 @@ def step_section(options, rows, figures, notes) -> None:
     samples = [dataset[i * 7 % len(dataset)] for i in range(options.batch)]
     for name, change in cases.items():
         free()
-        chosen = recipe.options({**change, "pad_multiple": 8})
-        model = recipe.build_model(chosen, 0, device=options.device)
-        collate = recipe.build_collate(dataset, model, chosen)
-        batch = {
-            n: v.to(options.device) if isinstance(v, torch.Tensor) else v for n, v in collate(samples).items()
-        }
-        optimizer = torch.optim.AdamW(
-            recipe.param_groups(model, 1e-5), lr=1e-4, fused=options.device.startswith("cuda")
-        )
-        timing = time_steps(model, optimizer, batch, options)
-        tokens = int(batch["attention_mask"].sum()) + batch["action"].shape[0] * (
-            chosen.config.head.action_horizon + 1
-        )
-        rows.append(
-            {
-                "section": "step",
-                "case": name,
-                "samples": options.batch,
-                "tokens": tokens,
-                "trainable_m": sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6,
-                **timing,
-                "peak_gib": peak_gib(options.device),
-            }
-        )
+        try:
+            row = step_case(recipe, dataset, samples, change, options)
+        except Exception:
+            notes.append(f"step case '{name}' failed: {traceback.format_exc(limit=6)}")
+            print(notes[-1], file=sys.stderr, flush=True)
+            continue
+        rows.append({"section": "step", "case": name, **row})
         print(rows[-1], flush=True)
-        del model, optimizer, batch, collate
+
+
+def step_case(recipe, dataset, samples, change, options) -> dict[str, object]:
+    """Build the full model with one switch changed and time it."""
+    chosen = recipe.options({**change, "pad_multiple": 8})
+    model = recipe.build_model(chosen, 0, device=options.device)
+    host = recipe.build_collate(dataset, model, chosen)(samples)
+    batch = {n: v.to(options.device) if isinstance(v, torch.Tensor) else v for n, v in host.items()}
+    fused = options.device.startswith("cuda")
+    optimizer = torch.optim.AdamW(recipe.param_groups(model, 1e-5), lr=1e-4, fused=fused)
+    timing = time_steps(model, optimizer, batch, options)
+    actions = batch["action"].shape[0] * (chosen.config.head.action_horizon + 1)
+    return {
+        "samples": options.batch,
+        "tokens": int(batch["attention_mask"].sum()) + actions,
+        "trainable_m": sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6,
+        **timing,
+        "peak_gib": peak_gib(options.device),
+    }
 
 
 def time_steps(model, optimizer, batch, options) -> dict[str, object]:
-    repetitions = 5 if options.quick else 10
-    phases: dict[str, list[float]] = {"forward_ms": [], "backward_ms": [], "optimizer_ms": [], "step_ms": []}
-    for repetition in range(repetitions + 3):
-        drawn = model.draw(batch)
-        synchronize(options.device)
-        marks = [time.perf_counter()]
-        with autocast(options.device):
-            loss = model(drawn)["loss"]
-        synchronize(options.device)
-        marks.append(time.perf_counter())
-        loss.backward()
-        synchronize(options.device)
-        marks.append(time.perf_counter())
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        synchronize(options.device)
-        marks.append(time.perf_counter())
-        if repetition >= 3:
-            spans = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-            for key, value in zip(phases, [*spans, 1e3 * (marks[-1] - marks[0])], strict=True):
-                phases[key].append(value)
-    return {key: _common.spread(values) for key, values in phases.items()}
+    """Time forward with backward as one graph replay, and the optimizer, by the device's own clock.
+
+    Run eagerly such a step is bound by the host's launches, which hides what a switch saves on the device.
+    """
+    repetitions = 5 if options.quick else 20
+    runner = GraphRunner(model, GraphConfig(warmup_steps=1))
+    phases: dict[str, list[float]] = {"pass_ms": [], "optimizer_ms": [], "step_ms": []}
+    reasons: set[str] = set()
+    try:
+        for repetition in range(repetitions + 3):
+            marks = [Mark(options.device)]
+            with autocast(options.device):
+                result = runner.run(model.draw(batch))
+            marks.append(Mark(options.device))
+            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            marks.append(Mark(options.device))
+            synchronize(options.device)
+            if repetition >= 3:
+                spans = [end.since(start) for start, end in itertools.pairwise(marks)]
+                for key, value in zip(phases, [*spans, marks[-1].since(marks[0])], strict=True):
+                    phases[key].append(value)
+                reasons.add(result.reason or "replayed")
+    finally:
+        runner.release()
+    return {**{key: _common.spread(values) for key, values in phases.items()}, "ran": ", ".join(reasons)}
+
+
+class Mark:
+    """A moment on the device's clock, or on the host's without a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.startswith("cuda") else None
+        if self._event is not None:
+            self._event.record()
+        self._host = time.perf_counter()
+
+    def since(self, other: Mark) -> float:
+        """Return the milliseconds from ``other`` to this one; the device must have passed both."""
+        if self._event is not None and other._event is not None:
+            return other._event.elapsed_time(self._event)
+        return 1e3 * (self._host - other._host)
 
 
 # ---- train -----------------------------------------------------------------------------------------------
 
-OFF = {"mem": "off", "comm": "off", "data": "off", "fuse": "off", "graph": False, "fused_ops": False}
 # Name: micro-batches a step, pillars. The samples of a step are the same in all of them.
 VARIANTS: dict[str, tuple[int, dict[str, object]]] = {
-    "pillars off": (1, OFF),
-    "pillars off, 4 micro-batches": (4, OFF),
+    "pillars off": (1, {**OFF}),
+    "pillars off, 4 micro-batches": (4, {**OFF}),
     "data": (1, {**OFF, "data": "on"}),
     "data, graph": (1, {**OFF, "data": "on", "graph": True}),
     "data, graph, fused ops": (1, {**OFF, "data": "on", "graph": True, "fused_ops": True}),
+    "windows not filled": (
+        4,
+        {"mem": "advisor", "data": "on", "fuse": 4, "graph": True, "fused_ops": True, "fill_windows": False},
+    ),
     "all pillars": (
         4,
         {"mem": "advisor", "comm": "hybrid", "data": "on", "fuse": 4, "graph": True, "fused_ops": True},
@@ -195,148 +219,46 @@ VARIANTS: dict[str, tuple[int, dict[str, object]]] = {
 
 def train_section(options, rows, figures, notes) -> None:
     """Train through the trainer; the last variant that works gives the figures."""
-    names = options.variants.split(";") if options.variants else list(VARIANTS)
-    if options.quick and not options.variants:
-        names = ["pillars off", "all pillars"]
-    for name in names:
+    names = options.variants.split(";") if options.variants else ["pillars off", "all pillars"]
+    held_out = [int(number) for number in options.held_out.split(",") if number]
+    for number, name in enumerate(names):
         free()
         # The slow baselines need fewer steps for a stable time; the claim is about the last.
-        steps = options.steps if name in ("all pillars", names[-1]) else min(options.steps, 60)
+        last = number == len(names) - 1
+        accumulation, pillars = VARIANTS[name]
+        plan = Plan(
+            name=name,
+            recipe=options.recipe,
+            dataset=str(options.dataset),
+            device=options.device,
+            steps=options.steps if last else min(options.steps, 60),
+            samples=options.batch,
+            accumulation=accumulation,
+            pillars=pillars,
+            workers=options.workers,
+            limit_s=60 if options.quick else 150,
+            held_out=held_out,
+            # All variants start from the same weights: the first one's loss before training holds for all.
+            validate="last" if last else "first" if number == 0 else "",
+        )
         try:
-            row = train_variant(options, name, steps, options.recipe, options.batch, *VARIANTS[name])
+            row = run_plan(plan)
         except Exception:
             notes.append(f"train variant '{name}' failed: {traceback.format_exc(limit=8)}")
             print(notes[-1], file=sys.stderr, flush=True)
             continue
-        rows.append(row)
-        print(row, flush=True)
-        for key in ("data_wait_share", "tokens_per_s_gpu", "peak_gib", "loss_ratio"):
+        rows.append({"section": "train", **row})
+        print(rows[-1], flush=True)
+        for key in ("data_wait_share", "tokens_per_s_gpu", "peak_gib", "loss_ratio", "step_ms"):
             value = row[key]
             figures[key] = value["median"] if isinstance(value, dict) else value
         figures["gpu_util"] = row["gpu_util_mean"]
-        figures["step_ms"] = row["step_ms"]["median"]
+        figures["gpu_util_whole"] = row["gpu_util_whole"]
+        figures["warm_up_steps"] = row["warm_up_steps"]
         figures["variant"] = name
-
-
-def train_variant(options, name, steps, recipe, samples, accumulation, pillars) -> dict[str, object]:
-    from loongforge.config import build_config
-    from loongforge.recipes import get_recipe
-    from loongforge.runs import build_run
-
-    with tempfile.TemporaryDirectory() as folder:
-        values = {
-            "dataset": str(options.dataset),
-            "recipe": recipe,
-            "output": folder,
-            "steps": steps,
-            "batch_size": samples // accumulation,
-            "accumulation": accumulation,
-            "workers": options.workers,
-            "precision": "bf16" if options.device.startswith("cuda") else "fp32",
-            "device": options.device,
-            "control": False,
-            "log_interval": 1000,
-            "resume": "never",
-            "pillars": pillars,
-            "checkpoint": {"every": 0},
-        }
-        config = build_config(get_recipe(recipe).training, values)
-        run = build_run(config)
-        records: list[object] = []
-        session = run.session
-        session.parts.recorder.listeners.append(lambda record, _ids: records.append(record))
-        sampler = Utilisation() if options.device.startswith("cuda") else None
-        began = time.perf_counter()
-        limit = 60 if options.quick else 150
-        try:
-            while session.engine.at.step < steps and session.engine.run_step():
-                if sampler and session.engine.at.step == warm_up(steps):
-                    sampler.start()
-                if time.perf_counter() - began > limit:
-                    break
-            synchronize(options.device)
-            utilisation = sampler.stop() if sampler else []
-            session.parts.recorder.flush()
-        finally:
-            session.close()
-    return summarise(options, name, records, utilisation, samples, accumulation)
-
-
-def warm_up(steps: int) -> int:
-    return max(3, steps // 5)
-
-
-def summarise(options, name, records, utilisation, samples, accumulation) -> dict[str, object]:
-    losses = [r.loss for r in records if r.loss is not None]
-    steady = records[warm_up(len(records)) :]
-    step_ms = [r.step_ms for r in steady if r.step_ms]
-    waits = [r.data_wait_ms or 0.0 for r in steady]
-    tokens = [r.tokens_per_s_gpu for r in steady if r.tokens_per_s_gpu]
-    tenth = max(1, min(10, len(losses) // 3))
-    last = records[-1]
-    return {
-        "section": "train",
-        "case": name,
-        "samples": samples,
-        "accumulation": accumulation,
-        "steps": len(records),
-        "step_ms": _common.spread(step_ms),
-        "data_wait_share": sum(waits) / max(1e-9, sum(step_ms)),
-        "gpu_util": _common.spread([u / 100 for u in utilisation]) if utilisation else None,
-        "gpu_util_mean": sum(utilisation) / len(utilisation) / 100 if utilisation else None,
-        "tokens_per_s_gpu": _common.spread(tokens) if tokens else None,
-        "samples_per_s": 1e3 * samples / (sum(step_ms) / len(step_ms)),
-        "peak_gib": peak_gib(options.device),
-        "loss_first": sum(losses[:tenth]) / tenth,
-        "loss_last": sum(losses[-tenth:]) / tenth,
-        "loss_ratio": sum(losses[-tenth:]) / sum(losses[:tenth]),
-        "fused": last.fused,
-        "fusion_reason": last.fusion_reason,
-        "graph": last.graph,
-        "graph_reason": last.graph_reason,
-    }
-
-
-class Utilisation:
-    """Share of time in which a kernel ran, as the driver samples it, every 0.2 s."""
-
-    def __init__(self) -> None:
-        self._values: list[float] = []
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start sampling in a thread."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        command = [
-            "nvidia-smi",
-            f"--id={gpu}",
-            "--query-gpu=utilization.gpu",
-            "--format=csv,noheader,nounits",
-            "--loop-ms=200",
-        ]
-        try:
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                for line in process.stdout or ():
-                    with contextlib.suppress(ValueError):
-                        self._values.append(float(line))
-                    if self._stop.is_set():
-                        process.terminate()
-                        break
-        except OSError:
-            return
-
-    def stop(self) -> list[float]:
-        """Stop and return percentages."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-        # The driver's window of the first and the last sample reaches beyond the measured steps.
-        return self._values[1:-1]
+    found = {key: row[key] for row in rows for key in ("validation_first", "validation_last") if key in row}
+    if len(found) == 2:
+        figures["validation_ratio"] = found["validation_last"] / found["validation_first"]
 
 
 # ---- budget ----------------------------------------------------------------------------------------------
@@ -355,7 +277,20 @@ def budget_section(options, rows, figures, notes) -> None:
         batch = int(recipe.training.get("batch_size", 8))
         for pillars in ({**OFF, "data": "on", "graph": True}, {**OFF, "data": "on"}):
             try:
-                row = train_variant(options, "24 GB preset", 20, options.budget_recipe, batch, 1, pillars)
+                row = run_plan(
+                    Plan(
+                        name="24 GB preset",
+                        recipe=options.budget_recipe,
+                        dataset=str(options.dataset),
+                        device=options.device,
+                        steps=20,
+                        samples=batch,
+                        accumulation=1,
+                        pillars=pillars,
+                        workers=options.workers,
+                        limit_s=60,
+                    )
+                )
                 break
             except Exception:
                 notes.append(f"24 GB preset with {pillars} failed: {traceback.format_exc(limit=6)}")

@@ -87,9 +87,8 @@ def layout_tokens(
         if not image or not text:
             missing = "image" if not image else "text"
             msg = (
-                f"sample {number} has no {missing} token; the action head attends to text and "
-                "images in turn, "
-                "so each sample needs at least one of both"
+                f"sample {number} has no {missing} token; the action head attends to text and images in "
+                "turn, so each sample needs at least one of both"
             )
             raise ValueError(msg)
     widest_image = max(map(len, images))

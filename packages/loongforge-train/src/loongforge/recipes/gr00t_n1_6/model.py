@@ -90,9 +90,8 @@ class VisionLanguage(nn.Module):
         """
         if not isinstance(images, list):
             msg = (
-                "'pixel_values' must be a tensor (B, V, 3, H, W), a tuple of such tensors (one "
-                "per view size) or "
-                f"a list of images (3, H, W), got {type(images).__name__}"
+                "'pixel_values' must be a tensor (B, V, 3, H, W), a tuple of such tensors (one per view "
+                f"size) or a list of images (3, H, W), got {type(images).__name__}"
             )
             raise ConfigError(msg)
         images = [image.reshape(image.shape[-3:]) for image in images]

@@ -111,9 +111,8 @@ def read_config(groot: Json, eagle: Json | None = None, *, base: GrootConfig | N
         raise ConfigError(msg)
     if groot.get("input_embedding_dim", dit.width) != dit.width:
         msg = (
-            f"config.json has input_embedding_dim {groot['input_embedding_dim']}, but heads "
-            "times head_dim is "
-            f"{dit.width}"
+            f"config.json has input_embedding_dim {groot['input_embedding_dim']}, but heads times head_dim "
+            f"is {dit.width}; both must be of one checkpoint"
         )
         raise ConfigError(msg)
     return replace(

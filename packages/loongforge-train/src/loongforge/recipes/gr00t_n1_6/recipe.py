@@ -77,16 +77,21 @@ class GrootRecipe(FileRecipe[GrootOptions]):
         """Return the options with what the memory budget asks for; unchanged where there is no budget."""
         if options.memory_budget_gb is None:
             return options
+        # The recipe's own batch size: a run with another one should say so in a copy of the file.
+        samples = int(_number(self.training.get("batch_size"), 1))
         plan = plan_memory(
             options.config,
             options.lora,
             budget_gb=options.memory_budget_gb,
-            batch_size=int(_number(self.training.get("batch_size"), 1)),
+            batch_size=samples,
             tokens=options.pad_to or 220,
             live_slots=self.slot_decision(options).live,
         )
         log.info(
-            "memory budget %s GB: %s", options.memory_budget_gb, ", ".join(plan.steps) or "fits as it is"
+            "memory budget %s GB with %d samples a micro-batch (the recipe's batch_size): %s",
+            options.memory_budget_gb,
+            samples,
+            ", ".join(plan.steps) or "fits as it is",
         )
         return replace(options, config=plan.config, lora=plan.lora)
 
@@ -211,8 +216,7 @@ class GrootRecipe(FileRecipe[GrootOptions]):
         rate = learning_rate or _number(self.training.get("learning_rate"), 1e-4)
         if isinstance(model, GrootModel) and has_live_slots_only(model) and rate * weight_decay > DECAY_BOUND:
             msg = (
-                f"learning_rate {rate} times weight_decay {weight_decay} exceeds "
-                f"{DECAY_BOUND:.1e}, so "
+                f"learning_rate {rate} times weight_decay {weight_decay} exceeds {DECAY_BOUND:.1e}, so "
                 "weight decay would change the embodiment slots that this model leaves out; set the recipe "
                 "option live_slots to 'off', or lower one of them"
             )

@@ -240,9 +240,8 @@ def _language(wanted: str, features: Features, renamed: Mapping[str, str]) -> st
     column = renamed.get(wanted, wanted)
     if column and column != "task" and column not in features:
         msg = (
-            f"the data set has no text '{wanted}'; it has "
-            f"{', '.join(sorted({*features, *renamed}))}, or leave "
-            "embodiment.language empty for the task"
+            f"the data set has no text '{wanted}'; it has {', '.join(sorted({*features, *renamed}))}, or "
+            "leave embodiment.language empty for the task"
         )
         raise ConfigError(msg)
     return column

@@ -136,7 +136,8 @@ class StateActionProcessor:
                 raise ConfigError(msg)
         if embodiment.action_steps > action_horizon:
             msg = (
-                f"action_steps {embodiment.action_steps} exceeds the model's action_horizon {action_horizon}"
+                f"action_steps {embodiment.action_steps} exceeds the model's action_horizon "
+                f"{action_horizon}; set embodiment.action_steps to at most {action_horizon}"
             )
             raise ConfigError(msg)
 

@@ -86,9 +86,10 @@ class _Moments:
     def result(self, key: KeyConfig) -> dict[str, Array]:
         """Return the statistics as float32."""
         if self.low is None or self.sum is None or self.squares is None or (self.count == 0).any():
+            reached = int((self.count > 0).sum())
             msg = (
-                f"relative action key '{key.name}' has steps that no episode is long enough for; "
-                "lower embodiment.action_steps"
+                f"relative action key '{key.name}' has {len(self.count)} steps, but no episode is longer "
+                f"than {reached}; set embodiment.action_steps to at most {reached}"
             )
             raise ConfigError(msg)
         mean = self.sum / self.count

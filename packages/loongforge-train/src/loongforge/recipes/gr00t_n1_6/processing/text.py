@@ -84,9 +84,8 @@ class FolderTokenizer:
         path = Path(folder)
         if not path.is_dir():
             msg = (
-                f"tokenizer folder {path} does not exist; give a folder with tokenizer.json or "
-                "vocab.json and "
-                "merges.txt, for instance the processor folder of the checkpoint"
+                f"tokenizer folder {path} does not exist; give a folder with tokenizer.json or vocab.json "
+                "and merges.txt, for instance the processor folder of the checkpoint"
             )
             raise ValueError(msg)
         self._inner = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
@@ -94,9 +93,8 @@ class FolderTokenizer:
         self.image_token_id = self._special("<IMG_CONTEXT>")
         if image_token_id is not None and image_token_id != self.image_token_id:
             msg = (
-                f"the tokenizer in {path} gives <IMG_CONTEXT> the id {self.image_token_id}, the "
-                "model expects "
-                f"{image_token_id}; use the tokenizer that belongs to the checkpoint"
+                f"the tokenizer in {path} gives <IMG_CONTEXT> the id {self.image_token_id}, the model "
+                f"expects {image_token_id}; use the tokenizer that belongs to the checkpoint"
             )
             raise ValueError(msg)
         pad = self._inner.pad_token_id
