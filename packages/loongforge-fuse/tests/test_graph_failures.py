@@ -115,3 +115,23 @@ def test_undoing_compiled_regions_puts_back_a_forward_that_was_patched_before():
     regions.undo()
     assert model.blocks[0].forward is patched
     assert "forward" not in model.blocks[1].__dict__
+
+
+@pytest.mark.parametrize("how", ["call", "method"])
+def test_a_model_compiled_as_a_whole_sees_the_same_kind_of_batch_when_it_is_recorded(place, how):
+    kinds = []
+
+    class Notes(TinyVLA):
+        def forward(self, batch):
+            kinds.append(type(batch))
+            return super().forward(batch)
+
+    model, _ = place.pair(Notes)
+    if how == "call":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    runner = place.runner(model)
+    for seed in range(3):
+        runner.run(place.drawn(model, seed))
+    assert set(kinds) == {dict}

@@ -145,15 +145,17 @@ class GraphEntry:
         batch: Batch,
         weighting: Weighting,
         device: torch.device,
+        *,
+        guarded: bool = True,
     ) -> GraphEntry:
-        """Allocate the static inputs."""
+        """Allocate the static inputs; ``guarded`` as in :func:`~loongforge_fuse.graphs.key.static_copy`."""
         buffers = {
             path: torch.empty(t.shape, dtype=t.dtype, device=t.device if t.is_cuda else device)
             for path, t in signature.tensors.items()
         }
         weights = None if weighting.weights is None else torch.empty_like(weighting.weights, device=device)
         return cls(
-            batch=static_copy(batch, buffers),
+            batch=static_copy(batch, buffers, guarded=guarded),
             weighting=replace(weighting, weights=weights),
             buffers=buffers,
         )

@@ -125,8 +125,15 @@ def is_constant(value: object) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def static_copy(batch: Batch, buffers: Mapping[Path, Tensor]) -> StaticBatch:
-    """Return the batch with every tensor replaced by its buffer and values a graph cannot hold left out."""
+def static_copy(batch: Batch, buffers: Mapping[Path, Tensor], *, guarded: bool = True) -> dict[str, object]:
+    """Return the batch with every tensor replaced by its buffer and values a graph cannot hold left out.
+
+    Args:
+        batch: The batch.
+        buffers: Path -> buffer of every tensor.
+        guarded: Asking for a value that was left out raises. Off for a compiled model, which looks at the
+            type of its arguments and would compile once more, amid the capture.
+    """
     host_only = {v.source for v in batch.values() if isinstance(v, PackedLayout)}
 
     def rebuild(path: Path, value: object) -> object:
@@ -142,12 +149,10 @@ def static_copy(batch: Batch, buffers: Mapping[Path, Tensor]) -> StaticBatch:
             return type(value)(rebuild((*path, i), v) for i, v in enumerate(value))
         return value if is_constant(value) else _DROPPED
 
-    def level(path: Path, values: Mapping[str, object]) -> StaticBatch:
+    def level(path: Path, values: Mapping[str, object]) -> dict[str, object]:
         rebuilt = {str(name): rebuild((*path, str(name)), value) for name, value in values.items()}
-        return StaticBatch(
-            {name: value for name, value in rebuilt.items() if value is not _DROPPED},
-            frozenset(name for name, value in rebuilt.items() if value is _DROPPED),
-        )
+        kept = {name: value for name, value in rebuilt.items() if value is not _DROPPED}
+        return StaticBatch(kept, frozenset(rebuilt) - frozenset(kept)) if guarded else kept
 
     return level((), batch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from loongforge_fuse.fusion.refusal import HOOK_TABLES
 
@@ -55,6 +56,13 @@ class ModelPointers:
     def hooked(self) -> bool:
         """Whether any module has hooks."""
         return any(getattr(module, table) for module in self._modules for table in HOOK_TABLES)
+
+    def compiled(self) -> bool:
+        """Whether any module is compiled as a whole."""
+        return any(
+            isinstance(module, OptimizedModule) or module._compiled_call_impl is not None  # noqa: SLF001
+            for module in self._modules
+        )
 
     def changed(self, old: PointerSnapshot) -> str | None:
         """Return what changed: ``modules``, ``weights``, ``requires_grad``, ``mode``, or None."""

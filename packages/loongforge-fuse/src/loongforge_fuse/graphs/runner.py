@@ -224,7 +224,8 @@ class GraphRunner:
         if backend is None:
             return None, self._unavailable
         self._make_room(len(self._entries) + 1 - self.config.max_graphs)
-        entry = GraphEntry.prepare(signature, batch, weighting, self._device)
+        guarded = not self._pointers.compiled()
+        entry = GraphEntry.prepare(signature, batch, weighting, self._device, guarded=guarded)
         entry.overwrites = self._pass.overwrites(first=first, last=last)
         entry.stepped = self._pass.steps(last=last)
         if not entry.overwrites:
