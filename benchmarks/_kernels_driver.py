@@ -3,10 +3,44 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import torch
 from loongforge_fuse import ops
+from loongforge_fuse.ops import patch_launch, patch_plan, variants
 from loongforge_fuse.ops.adamw import FusedAdamW
+from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
+
+KINDS = {"u8": torch.uint8, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def patches() -> None:
+    """Gather and scatter patches in every way there is, at even and odd addresses, masked and not."""
+    half = [0.5] * 3
+    for patch, last, code, start in product((14, 16), (True, False), ("u8", "bf16", "f32"), (0, 1)):
+        planar = not last
+        form = {"last": last, "planar": planar}
+        sizes = [(2 * patch, 21 * patch), (patch, 2 * patch)]
+        count = start + sum(h * w * 3 for h, w in sizes)
+        table = ops.patch_table(sizes, patch, planar=planar, start=start).cuda()
+        keep = torch.arange(table.shape[0], device="cuda") % 3 != 0
+        values = torch.randint(0, 256, (count,), device="cuda")
+        pixels, target = values.to(KINDS[code]), "bf16" if code == "u8" else code
+        for mask in (None, keep):
+            for way in patch_plan.gather_ways(code, target, patch, **form):
+                with variants.forced(patch_launch.gather_job(code, target, patch, **form), way):
+                    rows = patch_launch.rows_cuda(
+                        pixels, table, mask, patch, last, planar, half, half, KINDS[target], False
+                    )
+            if code == "u8":
+                continue
+            for way, complete in product(
+                patch_plan.scatter_ways(code, code, patch, **form), (False, not start)
+            ):
+                with variants.forced(patch_launch.scatter_job(code, code, patch, **form), way):
+                    patch_launch.rows_backward_cuda(
+                        rows, table, mask, patch, last, planar, count, KINDS[code], complete
+                    )
 
 
 def main() -> None:
@@ -32,6 +66,7 @@ def main() -> None:
             if width in (48, 1536):
                 scale, shift = b.chunk(2, -1)
                 loss = loss + ops.layer_norm_modulate(a, scale=scale, shift=shift).float().sum()
+                loss = loss + ops.layer_norm_modulate(a, residual=r, table=b)[0].float().sum()
             if width in (48, 128, 2048):
                 loss = loss + ops.rms_norm(a, residual=r, weight=w)[0].float().sum()
             loss.backward()
@@ -50,16 +85,11 @@ def main() -> None:
     table = ops.image_table([(28, 56)] * 2, flips=[True, False]).cuda()
     ops.image_table_to_half(images.view(-1), table, (30, 64))
     ops.image_table_to_half(images.view(-1), table, (30, 61))
-    for patch, size in ((14, (28, 56)), (16, (32, 48))):
-        for last in (True, False):
-            pixels = torch.randn(2 * size[0] * size[1] * 3, device="cuda").to(torch.bfloat16).requires_grad_()
-            t = ops.patch_table([size] * 2, patch, planar=not last).cuda()
-            mask = torch.arange(t.shape[0], device="cuda") % 3 != 0
-            ops.masked_unfold(
-                pixels, t, patch=patch, mask=mask, last=last, planar=not last
-            ).float().sum().backward()
-            raw = torch.randint(0, 256, (pixels.numel(),), dtype=torch.uint8, device="cuda")
-            ops.masked_unfold(raw, t, patch=patch, last=last, planar=not last)
+    patches()
+    x = torch.randn(40003, device="cuda").to(torch.bfloat16)
+    for each in GELU_DROPOUT_WAYS:
+        with variants.forced("gelu_dropout", each):
+            ops.gelu_tanh(x, p=0.1, key=ops.philox_next(counter))
     for dtype, masters in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
         params = [torch.nn.Parameter(torch.randn(n, device="cuda").to(dtype)) for n in (3, 16384, 40001)]
         optimizer = FusedAdamW(params, max_grad_norm=1.0, master_weights=masters, state_dtype=torch.float32)

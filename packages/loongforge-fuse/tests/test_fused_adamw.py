@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loongforge_fuse import FusedAdamW
-from loongforge_fuse.ops.adamw import CHUNK, chunk_pairs
+from loongforge_fuse.ops.adamw_tables import CHUNK, chunk_pairs
 
 
 def twin(seed: int = 0):

@@ -47,7 +47,9 @@ def test_every_operator_passes_opcheck(key):
     opcheck(LIBRARY.bias_grad, (double(5, 6).detach(),))
     opcheck(LIBRARY.head_norm_rope, (heads, w, angles.cos(), angles.sin(), 1e-6))
     opcheck(LIBRARY.image_to_half, (image, half, half, torch.bfloat16))
-    opcheck(LIBRARY.masked_unfold, (double(28 * 14 * 3), table, None, 14, False, True, half, half, DOUBLE))
+    opcheck(
+        LIBRARY.masked_unfold, (double(28 * 14 * 3), table, None, 14, False, True, half, half, DOUBLE, False)
+    )
     flat = image.reshape(-1)
     opcheck(
         LIBRARY.image_table_to_half,

@@ -1,4 +1,4 @@
-"""GPU paths of all operators, run on CPU tensors against kernels that check and record their arguments."""
+"""Which kernels the operators launch, what they fall back to and why: CUDA paths on CPU tensors."""
 
 from __future__ import annotations
 
@@ -7,67 +7,19 @@ import torch
 from loongforge_fuse import FusedAdamW, ops
 from loongforge_fuse.kernels import launcher
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
-from loongforge_fuse.ops import (
-    _common,
-    adamw,
-    bias,
-    dropout,
-    elementwise,
-    image,
-    norm,
-    norm_launch,
-    normalize,
-    patches,
-    rope,
-)
+from loongforge_fuse.kernels.simulator.operators import simulated_gpu
+from loongforge_fuse.ops import _common, adamw_tables, patch_launch
 from torch import Tensor
 
 BF16 = torch.bfloat16
-MODULES = (_common, adamw, bias, dropout, elementwise, image, norm, norm_launch, normalize, patches, rope)
-
-
-class Recorder:
-    """Stands for a loaded kernel: checks that a launch fits the signature the kernel was compiled with."""
-
-    def __init__(self, spec, seen):
-        self.spec, self.seen = spec, seen
-
-    def run(self, grid_x, grid_y, arguments):
-        assert isinstance(arguments, tuple)
-        assert len(arguments) == len(self.spec.arguments), self.spec.name
-        for value, letter in zip(arguments, self.spec.arguments, strict=True):
-            assert isinstance(value, float if letter == "f" else int), (self.spec.name, letter, value)
-        assert type(grid_x) is type(grid_y) is int
-        assert grid_x > 0
-        assert 0 < grid_y < 65536
-        self.seen.append(self.spec)
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    """Replace loading, device queries and the fast-path test; yield the list of launched specifications."""
-    launched: list = []
-    monkeypatch.setattr(launcher, "function", lambda spec, device: Recorder(spec, launched))
-    for module in MODULES:
-        for name in ("kernel",):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda spec, device: Recorder(spec, launched))
-        if hasattr(module, "plain") and module is not _common:
-            monkeypatch.setattr(module, "plain", lambda *tensors: True)
-        for name, value in vars(module).items():
-            if name.endswith("_calls") and isinstance(value, dict):
-                monkeypatch.setattr(module, name, {})
-            elif name.endswith("_function") and hasattr(value, "cache_clear"):
-                value.cache_clear()
-    norm_launch.processors.cache_clear()
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+def seen():
+    """Send launches to the simulator; the list of kernels that ran."""
     ops.reset_op_counters()
-    yield launched
-    for module in (image, patches, rope):
-        for name, value in vars(module).items():
-            if name.endswith("_function") and hasattr(value, "cache_clear"):
-                value.cache_clear()
+    with simulated_gpu() as launched:
+        yield launched
 
 
 def leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -88,7 +40,8 @@ def test_elementwise_calls_fit_their_kernels(seen):
     ops.cast_scale(x, torch.float32)[0].sum().backward()
     ops.cast_scale(x.detach().float(), BF16, scale=torch.ones(()))
     assert makers(seen) == {
-        "philox_tick", "gelu_forward", "gelu_backward", "silu_mul_forward", "silu_mul_backward",
+        "philox_tick", "gelu_dropout_forward", "gelu_forward", "gelu_backward", "silu_mul_forward",
+        "silu_mul_backward",
         "dropout_forward", "cast_scale",
     }  # fmt: skip
     assert not ops.op_counters()["fallbacks"]
@@ -103,9 +56,9 @@ def test_misaligned_tensors_take_the_scalar_variant(seen):
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_norm_calls_fit_their_kernels_and_return_gradients_for_everything(seen, residual):
-    x, w, table = leaf(3, 5, 2048), leaf(2048), leaf(3, 4096)
-    scale, shift = table[:, :2048], table[:, None, 2048:]
-    r = leaf(3, 5, 2048) if residual else None
+    x, w, table = leaf(3, 5, 256), leaf(256), leaf(3, 512)
+    scale, shift = table[:, :256], table[:, None, 256:]
+    r = leaf(3, 5, 256) if residual else None
     settings = (
         {"weight": w, "bias": w},
         {"weight": w},
@@ -154,15 +107,24 @@ def test_rows_that_no_kernel_takes_fall_back_with_the_reason(seen):
     }
 
 
-def test_a_missing_kernel_is_counted_and_answered_by_the_reference(seen, monkeypatch):
+def test_a_missing_kernel_is_counted_and_answered_by_the_reference(monkeypatch):
     def refuse(spec, device):
         raise KernelUnavailableError("nothing here")
 
-    monkeypatch.setattr(launcher, "function", refuse)
-    x = torch.randn(4, 64)
-    assert torch.allclose(ops.gelu_tanh(x), torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
-    assert torch.allclose(ops.rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-5)
+    ops.reset_op_counters()
+    load = _common.load
+    with simulated_gpu():
+        monkeypatch.setattr(launcher, "function", refuse)
+        for module in ("elementwise", "norm_launch"):
+            monkeypatch.setattr(f"loongforge_fuse.ops.{module}.load", load)
+        x, key = torch.randn(4, 64), torch.tensor([1, 2])
+        assert torch.allclose(ops.rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-5)
+        assert torch.equal(ops.gelu_tanh(x, p=0.2, key=key), _common_reference(x, key))
     assert ops.op_counters()["fallbacks"] == {"gelu_tanh: nothing here": 1, "norm: nothing here": 1}
+
+
+def _common_reference(x: Tensor, key: Tensor) -> Tensor:
+    return ops.reference.gelu_tanh(x, 0.2, key)
 
 
 def test_empty_tensors_launch_nothing(seen):
@@ -180,12 +142,14 @@ def test_image_and_patch_calls_fit_their_kernels(seen):
     ops.image_table_to_half(pixels.view(-1), ops.image_table([(28, 28)] * 2), (30, 32))
     table = ops.patch_table([(28, 28)] * 2, 14, planar=False)
     ops.masked_unfold(pixels.view(-1), table, patch=14, mask=torch.ones(8, dtype=torch.bool))
-    patches._rows_backward_cuda(torch.randn(8, 592).to(BF16), table, None, 14, False, True, 4704, BF16)
-    assert makers(seen) == {"image_planes", "image_table", "patch_runs", "patch_lines_backward"}
+    planar = ops.patch_table([(28, 28)] * 2, 14, planar=True)
+    patch_launch.rows_backward_cuda(
+        torch.randn(8, 592).to(BF16), planar, None, 14, False, True, 4704, BF16, False
+    )
+    assert makers(seen) == {"image_planes", "image_table", "patch_strips", "patch_tiles_backward"}
 
 
-def test_linear_sums_its_bias_gradient_by_one_launch(seen, monkeypatch):
-    monkeypatch.setattr(bias, "plain", lambda *tensors: True)
+def test_linear_sums_its_bias_gradient_by_one_launch(seen):
     x, w, b = leaf(3, 5, 16), leaf(24, 16), leaf(24)
     ops.linear(x, w, b).sum().backward()
     assert makers(seen) == {"bias_sums"}
@@ -201,10 +165,9 @@ def test_head_norm_rope_calls_fit_their_kernels(seen):
 
 def test_adamw_launches_norm_preparation_and_update_once_for_each_type(seen, monkeypatch):
     monkeypatch.setattr(
-        adamw._Uploader, "send", lambda self, array, device: (torch.from_numpy(array), torch.empty(0))
+        adamw_tables.Uploader, "send", lambda self, array, device: (torch.from_numpy(array), torch.empty(0))
     )
     monkeypatch.setattr(FusedAdamW, "_refusal", lambda self, slots: None)
-    adamw._functions.cache_clear()
     params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 40000)]
     halves = [torch.nn.Parameter(torch.ones(n, dtype=BF16)) for n in (8, 9)]
     optimizer = FusedAdamW([*params, *halves], master_weights=True, state_dtype=torch.float32)
@@ -212,7 +175,6 @@ def test_adamw_launches_norm_preparation_and_update_once_for_each_type(seen, mon
         p.grad = torch.ones_like(p)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     optimizer.step(grad_scale=torch.ones(()))
-    adamw._functions.cache_clear()
     assert [spec.maker for spec in seen] == [
         "gradient_norm", "gradient_norm", "prepare_step", "adamw_update", "adamw_update",
     ]  # fmt: skip

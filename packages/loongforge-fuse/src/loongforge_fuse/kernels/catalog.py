@@ -31,6 +31,7 @@ NORMS = {
 # x, residual, table and result types: all the same, or the mixtures of an autocast region.
 _SAME = {"bf16": ("bf16",) * 4, "f16": ("f16",) * 4, "f32": ("f32",) * 4}
 _MIXED = (("f32", "bf16", "f32", "bf16"), ("bf16", "bf16", "f32", "bf16"))
+TUNED_WIDTHS = (1152, 1536, 2048)  # where plans are chosen by measurement
 MAX_REGISTERS = 224
 TUNED_FOR = "sm_90"
 MAX_FRAME_ELSEWHERE = 192  # bytes of stack and spills where the plans were not measured
@@ -39,10 +40,12 @@ MAX_FRAME_ELSEWHERE = 192  # bytes of stack and spills where the plans were not 
 def elementwise_kernels() -> Iterator[KernelSpec]:
     """Variants of the elementwise kernels, vector and scalar."""
     from loongforge_fuse.ops.elementwise import elementwise_spec as spec
+    from loongforge_fuse.ops.elementwise import gelu_dropout_spec
 
     for x, vector in product(FLOATS, (True, False)):
+        yield spec("gelu_forward", x=x, y=x, vector=vector)
+        yield gelu_dropout_spec(x, vector=vector, each=1)
         for dropout in (False, True):
-            yield spec("gelu_forward", x=x, y=x, vector=vector, dropout=dropout)
             yield spec("gelu_backward", x=x, g=x, vector=vector, dropout=dropout)
         yield spec("silu_mul_forward", x=x, vector=vector)
         yield spec("silu_mul_backward", x=x, vector=vector)
@@ -58,16 +61,11 @@ def elementwise_kernels() -> Iterator[KernelSpec]:
 
 def norm_kernels() -> Iterator[KernelSpec]:
     """Variants of the norms for the widths of the models."""
-    from loongforge_fuse.ops.norm_plan import (
-        backward_plan,
-        backward_spec,
-        column_spec,
-        forward_plan,
-        forward_spec,
-    )
+    from loongforge_fuse.ops.columns import FEW, MANY, column_spec
+    from loongforge_fuse.ops.norm_plan import backward_plan, backward_spec, forward_plan, forward_spec
 
-    for code in FLOATS:
-        yield column_spec(code)
+    for code, lines in product(FLOATS, (FEW, MANY)):
+        yield column_spec(code, lines)
     for width, norms in NORMS.items():
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
             for residual in (False, True):
@@ -110,23 +108,37 @@ def _norm_types(width: int) -> tuple[tuple[str, str, str, str], ...]:
 def image_kernels() -> Iterator[KernelSpec]:
     """Variants of the image and patch kernels."""
     from loongforge_fuse.ops.image import planes_spec, table_spec
-    from loongforge_fuse.ops.patches import rows_backward_spec, rows_spec
 
     for y in FLOATS:
         yield planes_spec(y, 4)
         for channels, vector in product((1, 3, 4), (True, False)):
             yield table_spec(y, channels, vector=vector)
-    for patch, last, masked in product((14, 16), (True, False), (True, False)):
-        for y, planar in product(("bf16", "f32"), (False, True)):
-            form = {"last": last, "planar": planar, "masked": masked}
-            yield rows_spec("u8", y, patch, **form)
-            yield rows_spec(y, y, patch, **form)
-            yield rows_backward_spec(y, y, patch, **form)
+    yield from patch_kernels(first_only=True)
+
+
+def patch_kernels(*, first_only: bool) -> Iterator[KernelSpec]:
+    """Variants of the patch kernels: the default of each job, or all others."""
+    from loongforge_fuse.ops.patch_plan import (
+        gather_ways,
+        rows_backward_spec,
+        rows_spec,
+        scatter_ways,
+    )
+
+    chosen = slice(0, 1) if first_only else slice(1, None)
+    flags = (True, False)
+    for patch, last, planar in product((14, 16), flags, flags):
+        for y, masked in product(("bf16", "f32"), flags):
+            for x in ("u8", y):
+                for way in gather_ways(x, y, patch, last=last, planar=planar)[chosen]:
+                    yield rows_spec(x, y, patch, way, last=last, planar=planar, masked=masked)
+            for way, fill in product(scatter_ways(y, y, patch, last=last, planar=planar)[chosen], flags):
+                yield rows_backward_spec(y, y, patch, way, last=last, planar=planar, masked=masked, fill=fill)
 
 
 def optimizer_kernels() -> Iterator[KernelSpec]:
     """Variants of the optimizer and the random counter."""
-    from loongforge_fuse.ops.adamw import norm_spec, prepare_spec, update_spec
+    from loongforge_fuse.ops.adamw_tables import norm_spec, prepare_spec, update_spec
     from loongforge_fuse.ops.bias import bias_spec
     from loongforge_fuse.ops.dropout import tick_spec
 
@@ -156,37 +168,27 @@ def rope_kernels() -> Iterator[KernelSpec]:
             yield rope_backward_spec(x, w, c, width, each, columns=columns)
 
 
-# (width, threads, vectors, elements, ahead): ways to spread a forward row, to choose from by measurement.
-FORWARD_CHOICES = (
-    *((2048, 128, 2, 8, a) for a in (False, True)),
-    *((1536, t, v, e, a) for t, v, e in ((96, 2, 8), (128, 3, 4)) for a in (False, True)),
-    *((1152, t, v, e, a) for t, v, e in ((96, 3, 4), (96, 2, 8), (32, 9, 4)) for a in (False, True)),
-)
-# (width, threads, vectors, elements, blocks on a multiprocessor): the same for the backward pass.
-BACKWARD_CHOICES = (
-    *((2048, t, v, 8, m) for t, v, m in ((128, 2, 4), (256, 1, 3))),
-    *((1536, t, v, e, m) for t, v, e, m in ((96, 2, 8, 5), (192, 1, 8, 4), (128, 3, 4, 4))),
-    *((1152, t, v, e, m) for t, v, e, m in ((96, 3, 4, 5), (160, 1, 8, 4))),
-)
-
-
 def tuning_kernels() -> Iterator[KernelSpec]:
-    """Candidates the benchmark chooses row plans from; not part of what is shipped."""
-    from loongforge_fuse.ops.norm_plan import RowPlan, backward_spec, forward_spec
+    """Other ways of doing the same, which ``kernels tune`` measures against the defaults."""
+    from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS, gelu_dropout_spec
+    from loongforge_fuse.ops.norm_plan import backward_spec, backward_ways, forward_spec, forward_ways
 
     same = dict.fromkeys("xwy", "bf16")
-    for width, threads, vectors, each, ahead in FORWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=max(threads, 96), each=each, ahead=ahead)
-        for residual in (False, True):
-            yield forward_spec(
-                plan, width, layer=True, **same, r="bf16", gain="scale", offset=True, residual=residual
-            )
-    for width, threads, vectors, each, blocks in BACKWARD_CHOICES:
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, min_blocks=blocks)
-        for columns in (False, True):
-            yield backward_spec(
-                plan, width, layer=True, **same, gain="scale", columns=columns, offset=True, carry=False
-            )
+    for each in GELU_DROPOUT_WAYS[1:]:
+        yield gelu_dropout_spec("bf16", vector=True, each=int(each))
+    yield from patch_kernels(first_only=False)
+    for width, flag in product(TUNED_WIDTHS, (False, True)):
+        for layer, gain, offset in NORMS[width]:
+            for plan in (*forward_ways(width, residual=flag).values(),):
+                yield forward_spec(
+                    plan, width, layer=layer, **same, r="bf16", gain=gain, offset=offset, residual=flag
+                )
+            if flag and gain == "none":
+                continue
+            for plan in backward_ways(width, columns=flag).values():
+                yield backward_spec(
+                    plan, width, layer=layer, **same, gain=gain, columns=flag, offset=offset, carry=False
+                )
 
 
 FAMILIES = {

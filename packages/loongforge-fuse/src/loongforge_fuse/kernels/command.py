@@ -1,5 +1,6 @@
-"""``python -m loongforge_fuse kernels build|list|check``: compile, show and gate the kernels. Needs no
-GPU.
+"""``python -m loongforge_fuse kernels build|list|check|tune``: compile, show, gate, choose by measurement.
+
+Only ``tune`` needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from loongforge_fuse.kernels.specs import ARCHITECTURES, KernelSpec
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``kernels`` command to a command line."""
-    parser = commands.add_parser("kernels", help="compile, list and check the CUDA kernels (no GPU needed)")
-    parser.add_argument("action", choices=("build", "list", "check"))
+    parser = commands.add_parser("kernels", help="compile, list, check and tune the CUDA kernels")
+    parser.add_argument("action", choices=("build", "list", "check", "tune"))
     parser.add_argument(
         "--arch", action="append", help=f"such as sm_90; repeatable; default: {', '.join(ARCHITECTURES)}"
     )
@@ -33,6 +34,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; the exit code is 1 when a kernel fails to compile or misses a gate."""
+    if arguments.action == "tune":
+        return _tune(arguments.match)
     specs = [s for s in catalog(arguments.family) if not arguments.match or arguments.match in s.name]
     tasks = [(spec, arch) for arch in arguments.arch or ARCHITECTURES for spec in specs]
     folder = arguments.out or store.user_cache()
@@ -56,6 +59,25 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"{len(kernels)} kernels in {folder}, {size / 2**20:.1f} MiB")
     _say(f"{len(kernels)} compiled, {failures} with problems")
     return 1 if failures else 0
+
+
+def _tune(match: str | None) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        _say("kernels tune measures on an NVIDIA GPU; there is none here")
+        return 1
+    from loongforge_fuse.autotune import Autotuner, Decision
+    from loongforge_fuse.ops.tuning import Job, jobs, tune
+
+    def show(job: Job, decision: Decision) -> None:
+        micros = ", ".join(f"{way}: {decision.micros.get(way, float('inf')):.1f}" for way in job.ways)
+        _say(f"{job.name}: {decision.winner}  (us for all buffers: {micros})")
+
+    tuner = Autotuner()
+    tune(tuner, [job for job in jobs() if not match or match in job.name], report=show)
+    _say(f"decisions in {tuner.path}")
+    return 0
 
 
 def gate(kernel: CompiledKernel) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -54,9 +55,25 @@ class KernelSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_IMPORT = re.compile(r"^from loongforge_fuse\.kernels\.source(?:\.(\w+))? import (.*)$", re.MULTILINE)
+
+
+def source_modules(module: str) -> tuple[str, ...]:
+    """Return `module` and all modules of kernel source that it imports, directly or not, sorted."""
+    found, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for package, names in _IMPORT.findall((SOURCE / f"{name}.py").read_text()):
+            waiting += [package] if package else [n.split(" as ")[0].strip() for n in names.split(",")]
+    return tuple(sorted(found))
+
+
 @cache
 def _source_text_hash(module: str) -> str:
     digest = hashlib.sha256()
-    for name in ("intrinsics", "indexing", "norm", module):  # what the sources import from each other
+    for name in source_modules(module):
         digest.update((SOURCE / f"{name}.py").read_bytes())
     return digest.hexdigest()

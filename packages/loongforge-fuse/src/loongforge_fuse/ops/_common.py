@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -49,16 +50,29 @@ def kernel(spec: KernelSpec, device: int) -> Function:
     return launcher.function(spec, device)
 
 
+def load(name: str, spec: KernelSpec, device: int) -> Function | None:
+    """Load a kernel for operator `name`; None, and counted, when there is none."""
+    try:
+        return launcher.function(spec, device)
+    except launcher.KernelUnavailableError as error:
+        fell_back(name, str(error))
+        return None
+
+
 def resolve(
     name: str, cache: dict[Hashable, Function], key: Hashable, spec: KernelSpec, device: int
 ) -> Function | None:
     """Load a kernel and put it into an operator's cache; None, and counted, when there is none."""
-    try:
-        found = cache[key] = launcher.function(spec, device)
-    except launcher.KernelUnavailableError as error:
-        fell_back(name, str(error))
-        return None
+    found = load(name, spec, device)
+    if found is not None:
+        cache[key] = found
     return found
+
+
+@cache
+def processors(device: int) -> int:
+    """Return the number of multiprocessors."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -140,4 +154,13 @@ def differentiable(
 
     fast: Any = type(f"Fast_{qualified.rsplit(':', 1)[1]}", (Fast,), {})
     fast.backward = staticmethod(torch.autograd.function.once_differentiable(backward))
-    return fast.apply
+    return direct_apply(fast)
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `apply` without the Python around it, which serves transforms and costs more than the rest.
+
+    Only for calls that :func:`plain` has let through: it lets no transform through.
+    """
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply

@@ -5,171 +5,16 @@ inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterable
 from itertools import starmap
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from loongforge_fuse.kernels.driver import Function, copy_to_device
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
-from loongforge_fuse.kernels.specs import KernelSpec, Option
 from loongforge_fuse.ops._common import CODES, fell_back, kernel
-
-CHUNK = 16384
-_WORD = 16
-
-
-def norm_spec(g: str) -> KernelSpec:
-    """Return the specification of the gradient norm kernel."""
-    return KernelSpec(
-        module="optimizer", maker="gradient_norm", options={"g": g, "chunk": CHUNK}, arguments="PPP"
-    )
-
-
-def prepare_spec() -> KernelSpec:
-    """Return the specification of the one-block kernel between norm and update."""
-    return KernelSpec(
-        module="optimizer", maker="prepare_step", arguments="PqPPPPPqfff", block=1024, vector=False
-    )
-
-
-def update_spec(p: str, g: str, s: str, *, master: bool) -> KernelSpec:
-    """Return the specification of the update kernel."""
-    options: dict[str, Option] = {"p": p, "g": g, "s": s, "master": master, "chunk": CHUNK}
-    return KernelSpec(module="optimizer", maker="adamw_update", options=options, arguments="PPPPPfffff")
-
-
-class Slot(NamedTuple):
-    """One parameter with everything its update touches; `master` is None without master weights."""
-
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    master: Tensor | None
-    group: int
-
-
-@dataclass(kw_only=True)
-class _Launch:
-    """All parameters of one combination of types: their table, their chunks and the kernels."""
-
-    tensors: Tensor
-    chunks: Tensor
-    blocks: int
-    norm: Function
-    update: Function
-    first_partial: int
-
-
-@dataclass(kw_only=True)
-class _Tables:
-    """Device tables of a set of slots; valid while no address changes."""
-
-    key: tuple[tuple[int, ...], ...]
-    launches: list[_Launch]
-    partial: Tensor
-    scalars: Tensor
-    norm: Tensor
-    keep: list[Tensor] = field(default_factory=list)
-
-
-@cache
-def _functions(device: int, p: str, g: str, s: str, master: bool) -> tuple[Function, Function, Function]:  # noqa: FBT001
-    return (
-        kernel(norm_spec(g), device),
-        kernel(prepare_spec(), device),
-        kernel(update_spec(p, g, s, master=master), device),
-    )
-
-
-def chunk_pairs(counts: Sequence[int]) -> np.ndarray:
-    """Return (tensor, chunk) int32 pairs that cover tensors of the given sizes."""
-    per = np.array([-(-c // CHUNK) for c in counts], dtype=np.int64)
-    tensors = np.repeat(np.arange(len(counts), dtype=np.int64), per)
-    starts = np.repeat(np.cumsum(per) - per, per)
-    return np.stack((tensors, np.arange(tensors.size) - starts), axis=1).astype(np.int32)
-
-
-class _Uploader:
-    """Copies tables to the device without waiting, and keeps spare pinned memory for a graph capture.
-
-    Inside a capture nothing may be pinned, so every eager upload leaves a spare of its size behind. The copy
-    is the driver's own: torch's pinned allocator records events that a capture does not allow.
-    """
-
-    def __init__(self) -> None:
-        self._spares: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-
-    def send(self, array: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the table on the device and its pinned source, which must live while a graph may replay.
-
-        Raises:
-            RuntimeError: the first step of this set of parameters is being captured.
-        """
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        key = (tuple(host.shape), host.dtype)
-        spares = self._spares.setdefault(key, [])
-        if not torch.cuda.is_current_stream_capturing():
-            if not spares:
-                spares.append(torch.empty(host.shape, dtype=host.dtype, pin_memory=True))
-            source = host.pin_memory()
-            return source.to(device, non_blocking=True), source
-        if not spares:
-            message = (
-                "FusedAdamW cannot be captured in its first step; run one step eagerly before the capture"
-            )
-            raise RuntimeError(message)
-        source = spares.pop()
-        source.copy_(host)
-        target = torch.empty(host.shape, dtype=host.dtype, device=device)
-        copy_to_device(target.data_ptr(), source.data_ptr(), source.nbytes, device.index or 0)
-        return target, source
-
-
-def _row(slot: Slot) -> tuple[int, ...]:
-    tensors = (slot.param, slot.grad, slot.exp_avg, slot.exp_avg_sq)
-    addresses = [t.data_ptr() for t in tensors]
-    addresses.append(0 if slot.master is None else slot.master.data_ptr())
-    wide = not any(a % _WORD for a in addresses)
-    return (*addresses, slot.param.numel(), slot.group, int(wide))
-
-
-def _build_tables(
-    slots: Sequence[Slot], key: tuple[tuple[int, ...], ...], device: torch.device, uploader: _Uploader
-) -> _Tables:
-    kinds: dict[tuple[str, str, str, bool], list[Slot]] = {}
-    for slot in slots:
-        codes = (CODES[slot.param.dtype], CODES[slot.grad.dtype], CODES[slot.exp_avg.dtype])
-        kinds.setdefault((*codes, slot.master is not None), []).append(slot)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    launches, keep, partials = [], [], 0
-    for kind, members in kinds.items():
-        norm, _, update = _functions(index, *kind)
-        table, source = uploader.send(np.array([_row(s) for s in members], dtype=np.int64), device)
-        pairs = chunk_pairs([s.param.numel() for s in members])
-        chunks, pair_source = uploader.send(pairs, device)
-        keep += [source, pair_source]
-        blocks = len(pairs)
-        launches.append(
-            _Launch(
-                tensors=table, chunks=chunks, blocks=blocks, norm=norm, update=update, first_partial=partials
-            )
-        )
-        partials += blocks
-    return _Tables(
-        key=key,
-        launches=launches,
-        partial=torch.empty(max(1, partials), device=device),
-        scalars=torch.empty(4, device=device),
-        norm=torch.empty((), device=device),
-        keep=keep,
-    )
+from loongforge_fuse.ops.adamw_reference import reference_update
+from loongforge_fuse.ops.adamw_tables import Slot, Tables, Uploader, address_key, build_tables, prepare_spec
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -230,8 +75,8 @@ class FusedAdamW(torch.optim.Optimizer):
         self.master_weights = master_weights
         self.state_dtype = state_dtype
         self.grad_norm: Tensor | None = None
-        self._tables: _Tables | None = None
-        self._uploader = _Uploader()
+        self._tables: Tables | None = None
+        self._uploader = Uploader()
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._sent: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
         self._step: Tensor | None = None
@@ -378,9 +223,9 @@ class FusedAdamW(torch.optim.Optimizer):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        key = tuple(starmap(_address_key, slots))
+        key = tuple(starmap(address_key, slots))
         if self._tables is None or self._tables.key != key:
-            self._tables = _build_tables(slots, key, device, self._uploader)
+            self._tables = build_tables(slots, key, device, self._uploader)
         tables = self._tables
         index = device.index if device.index is not None else torch.cuda.current_device()
         group = self.param_groups[0]
@@ -410,53 +255,3 @@ class FusedAdamW(torch.optim.Optimizer):
             at = (part.tensors.data_ptr(), part.chunks.data_ptr())
             part.update.run(part.blocks, 1, (*at, *common, *numbers))
         self.grad_norm = tables.norm
-
-
-def _address_key(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, group: int
-) -> tuple[int, int, int, int]:
-    # exp_avg stands for the state: it is made and replaced together with exp_avg_sq and master.
-    return param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), group
-
-
-def reference_update(
-    slots: Sequence[Slot],
-    *,
-    step: Tensor,
-    groups: Sequence[dict[str, Any]],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    max_norm: float | None,
-) -> Tensor:
-    """Do the update of :class:`FusedAdamW` in plain torch, in place; return the unscaled gradient norm.
-
-    The oracle of the tests and the path without a GPU; it synchronises when a step may be skipped.
-    """
-    wide = torch.float64 if slots[0].param.dtype == torch.float64 else torch.float32
-    factor = torch.ones((), dtype=wide, device=step.device)
-    if grad_scale is not None:
-        factor = factor / grad_scale.reshape(())
-    total = torch.stack([s.grad.detach().to(wide).square().sum() for s in slots]).sum()
-    norm = total.sqrt() * factor
-    if (found_inf is not None and bool(found_inf.reshape(()) != 0)) or not bool(torch.isfinite(norm)):
-        return norm
-    if max_norm:
-        factor = factor * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    step += 1
-    count = float(step)
-    for slot in slots:
-        group = groups[slot.group]
-        beta1, beta2 = group["betas"]
-        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
-        value = slot.param if slot.master is None else slot.master
-        g = slot.grad.to(wide) * factor
-        m = beta1 * slot.exp_avg.to(wide) + (1 - beta1) * g
-        v = beta2 * slot.exp_avg_sq.to(wide) + (1 - beta2) * g * g
-        size = lr / (1 - beta1**count)
-        new = value.to(wide) * (1 - lr * decay) - size * m / (v.sqrt() / math.sqrt(1 - beta2**count) + eps)
-        slot.exp_avg.copy_(m)
-        slot.exp_avg_sq.copy_(v)
-        if slot.master is not None:
-            slot.master.copy_(new)
-        slot.param.copy_(new)
-    return norm

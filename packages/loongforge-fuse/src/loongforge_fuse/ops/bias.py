@@ -10,17 +10,22 @@ from torch import Tensor
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import reference
-from loongforge_fuse.ops._common import CODES, Context, define, fell_back, plain, resolve
+from loongforge_fuse.ops._common import CODES, Context, define, direct_apply, fell_back, plain, resolve
 
 _calls: dict[Hashable, Function] = {}
 # One block takes 64 columns; with more rows than this, torch's reduction over rows has more parallelism.
 _MAX_ROWS = 16384
+_AHEAD = 4  # rows in flight for a thread
 
 
 def bias_spec(x: str, y: str) -> KernelSpec:
     """Return the specification of the kernel."""
     return KernelSpec(
-        module="columns", maker="bias_sums", options={"x": x, "y": y}, arguments="PPqq", block=1024
+        module="columns",
+        maker="bias_sums",
+        options={"x": x, "y": y, "ahead": _AHEAD},
+        arguments="PPqq",
+        block=1024,
     )
 
 
@@ -83,6 +88,9 @@ class _WithBias(torch.autograd.Function):
         return grad, total.to(ctx.kind)
 
 
+_apply = direct_apply(_WithBias)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``torch.nn.functional.linear`` whose bias gradient is summed by one kernel, accumulated in float32.
 
@@ -95,4 +103,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         (..., out). Forward, and the gradients of x and weight, are torch's own.
     """
     y = torch.nn.functional.linear(x, weight, bias.detach())
+    if plain(y, bias):
+        return _apply(y, bias)
     return _WithBias.apply(y, bias)  # type: ignore[no-untyped-call]

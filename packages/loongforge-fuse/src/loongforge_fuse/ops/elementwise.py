@@ -1,4 +1,4 @@
-"""Elementwise operators: GELU (tanh) with dropout, gated SiLU, cast with scale.
+"""Elementwise operators: GELU (tanh) with dropout, gated SiLU.
 
 The functions that reach the GPU are written for few Python steps: a cache lookup by device, types and
 alignment, one allocation, one launch. Anything unusual leaves that path early.
@@ -20,14 +20,17 @@ from loongforge_fuse.ops._common import (
     define,
     differentiable,
     fell_back,
+    load,
     plain,
     resolve,
     vector_blocks,
     wants_grad,
 )
+from loongforge_fuse.ops.variants import chosen, forget_on_change
 
 _ARGUMENTS = {
-    "gelu_forward": "PPPqif",
+    "gelu_forward": "PPq",
+    "gelu_dropout_forward": "PPPqif",
     "gelu_backward": "PPPPqif",
     "silu_mul_forward": "PPPq",
     "silu_mul_backward": "PPPPPq",
@@ -36,10 +39,13 @@ _ARGUMENTS = {
 }
 Cache = dict[Hashable, Function]
 _gelu_calls: Cache = {}
+_gelu_dropout_calls: dict[Hashable, tuple[Function, int]] = {}
 _gelu_backward_calls: Cache = {}
 _silu_calls: Cache = {}
 _silu_backward_calls: Cache = {}
-_cast_calls: Cache = {}
+
+
+forget_on_change(_gelu_dropout_calls.clear)
 
 
 def elementwise_spec(maker: str, **options: str | int | bool) -> KernelSpec:
@@ -54,6 +60,15 @@ def elementwise_spec(maker: str, **options: str | int | bool) -> KernelSpec:
     )
 
 
+# Vectors that one thread makes. One was measured; two share the keys of the random rounds.
+GELU_DROPOUT_WAYS = ("1", "2")
+
+
+def gelu_dropout_spec(x: str, *, vector: bool, each: int) -> KernelSpec:
+    """Return the specification of GELU followed by dropout."""
+    return elementwise_spec("gelu_dropout_forward", x=x, y=x, vector=vector, each=each)
+
+
 def unsupported(*dtypes: torch.dtype) -> str | None:
     """Return the first type no kernel takes, as a reason, or None."""
     for dtype in dtypes:
@@ -62,34 +77,64 @@ def unsupported(*dtypes: torch.dtype) -> str | None:
     return None
 
 
-def _gelu_call(key: tuple[int, torch.dtype, bool, int]) -> Function | None:
-    device, dtype, undropped, misaligned = key
+def _gelu_call(key: tuple[int, torch.dtype, int]) -> Function | None:
+    device, dtype, misaligned = key
     reason = unsupported(dtype)
     if reason:
         fell_back("gelu_tanh", reason)
         return None
     code = CODES[dtype]
-    spec = elementwise_spec("gelu_forward", x=code, y=code, vector=not misaligned, dropout=not undropped)
+    spec = elementwise_spec("gelu_forward", x=code, y=code, vector=not misaligned)
     return resolve("gelu_tanh", _gelu_calls, key, spec, device)
+
+
+def _gelu_dropout_call(key: tuple[int, torch.dtype, int]) -> tuple[Function, int] | None:
+    """Return the kernel, and how many vectors one of its threads makes."""
+    found = _gelu_dropout_calls.get(key)
+    if found is not None:
+        return found
+    device, dtype, misaligned = key
+    reason = unsupported(dtype)
+    if reason:
+        fell_back("gelu_tanh", reason)
+        return None
+    each = int(chosen("gelu_dropout", GELU_DROPOUT_WAYS)) if not misaligned else 1
+    loaded = load("gelu_tanh", gelu_dropout_spec(CODES[dtype], vector=not misaligned, each=each), device)
+    if loaded is None:
+        return None
+    _gelu_dropout_calls[key] = loaded, each
+    return loaded, each
 
 
 def _gelu_cuda(x: Tensor, p: float, key: Tensor | None) -> Tensor:
     if not x.is_contiguous():
         x = x.contiguous()
+    if key is not None:
+        return _gelu_dropout_cuda(x, p, key)
     at = x.data_ptr()
-    spot = (x.get_device(), x.dtype, key is None, at & 15)
+    spot = (x.get_device(), x.dtype, at & 15)
     call = _gelu_calls.get(spot) or _gelu_call(spot)
-    if call is None or p >= 1.0:
+    if call is None:
         return reference.gelu_tanh(x, p, key)
     y = torch.empty_like(x)
     count = x.numel()
     if count:
-        blocks = vector_blocks(count, at & 15)
-        if key is None:
-            call.run(blocks, 1, (at, y.data_ptr(), 0, count, 0, 1.0))
-        else:
-            limit, scale = reference.threshold_of(p), reference.keep_scale(p)
-            call.run(blocks, 1, (at, y.data_ptr(), key.data_ptr(), count, limit, scale))
+        call.run(vector_blocks(count, at & 15), 1, (at, y.data_ptr(), count))
+    return y
+
+
+def _gelu_dropout_cuda(x: Tensor, p: float, key: Tensor) -> Tensor:
+    at = x.data_ptr()
+    found = _gelu_dropout_call((x.get_device(), x.dtype, at & 15))
+    if found is None or p >= 1.0:
+        return reference.gelu_tanh(x, p, key)
+    call, each = found
+    y = torch.empty_like(x)
+    count = x.numel()
+    if count:
+        blocks = -(-vector_blocks(count, at & 15) // each)
+        limit, share = reference.threshold_of(p), 1.0 / reference.keep_scale(p)
+        call.run(blocks, 1, (at, y.data_ptr(), key.data_ptr(), count, limit, share))
     return y
 
 
@@ -287,93 +332,3 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if plain(gate, up):
         return _silu_mul_fast(gate, up) if wants_grad(gate, up) else _silu_mul_cuda(gate, up)
     return torch.ops.loongforge.silu_mul(gate, up)
-
-
-def _cast_call(key: tuple[int, torch.dtype, torch.dtype, torch.dtype | None, int]) -> Function | None:
-    device, source, target, scale, misaligned = key
-    reason = unsupported(source, target)
-    if reason is None and scale not in (None, torch.float32):
-        reason = f"scale of dtype {scale}"
-    if reason:
-        fell_back("cast_scale", reason)
-        return None
-    spec = elementwise_spec(
-        "cast_scale",
-        x=CODES[source],
-        y=CODES[target],
-        vector=not misaligned,
-        count_bad=True,
-        device_scale=scale is not None,
-    )
-    return resolve("cast_scale", _cast_calls, key, spec, device)
-
-
-def _cast_scale_cuda(
-    x: Tensor, dtype: torch.dtype, factor: float, scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    at = x.data_ptr()
-    odd = at & 15
-    spot = (x.get_device(), x.dtype, dtype, None if scale is None else scale.dtype, odd)
-    call = _cast_calls.get(spot) or _cast_call(spot)
-    if call is None:
-        return reference.cast_scale(x, dtype, factor, scale)
-    y = torch.empty_like(x, dtype=dtype)
-    bad = torch.zeros(1, dtype=torch.int32, device=x.device)
-    count = x.numel()
-    if count:
-        if odd or dtype != torch.float32:
-            blocks = vector_blocks(count, odd)
-        else:  # float32 is written four elements a thread
-            blocks = ((count >> 2) + (count & 3) + 255) >> 8
-        where = 0 if scale is None else scale.data_ptr()
-        call.run(blocks, 1, (at, y.data_ptr(), where, bad.data_ptr(), count, factor))
-    return y, bad
-
-
-_CAST_SCALE = define(
-    "cast_scale(Tensor x, ScalarType dtype, float factor, Tensor? scale) -> (Tensor, Tensor)",
-    cpu=reference.cast_scale,
-    cuda=_cast_scale_cuda,
-    fake=lambda x, dtype, factor, scale: (contiguous_like(x, dtype), x.new_empty(1, dtype=torch.int32)),
-)
-
-
-def _cast_scale_setup(ctx: Context, inputs: tuple, output: tuple) -> None:
-    x, _, factor, scale = inputs
-    ctx.save_for_backward(scale)
-    ctx.factor, ctx.dtype = factor, x.dtype
-    ctx.mark_non_differentiable(output[1])
-
-
-def _cast_scale_grad(ctx: Context, grad: Tensor, _: Tensor) -> tuple:
-    (scale,) = ctx.saved_tensors
-    dx, _ = torch.ops.loongforge.cast_scale(grad, ctx.dtype, ctx.factor, scale)
-    return dx, None, None, None
-
-
-_cast_scale_fast = differentiable(
-    _CAST_SCALE, cuda=_cast_scale_cuda, setup_context=_cast_scale_setup, backward=_cast_scale_grad
-)
-
-
-def cast_scale(
-    x: Tensor, dtype: torch.dtype, *, factor: float = 1.0, scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Multiply, convert and check in one pass: y = (x * factor * scale) in `dtype`.
-
-    Args:
-        x: any shape.
-        dtype: torch.bfloat16, torch.float16 or torch.float32.
-        factor: factor known on the host; frozen into a CUDA graph.
-        scale: float32 tensor of one element on the device of x, read when the kernel runs.
-
-    Returns:
-        The converted tensor, and the number of its elements that are infinite or NaN as an int32 tensor of
-        shape (1,), on the same device, so that no synchronisation is needed.
-    """
-    if plain(x, scale):
-        if wants_grad(x):
-            return _cast_scale_fast(x, dtype, factor, scale)
-        return _cast_scale_cuda(x, dtype, factor, scale)
-    return torch.ops.loongforge.cast_scale(x, dtype, factor, scale)

@@ -4,16 +4,14 @@ sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
-from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec, Option
-from loongforge_fuse.ops._common import CODES, define, fell_back, kernel, plain
+from loongforge_fuse.ops._common import BLOCK, CODES, define, fell_back, plain, resolve
 
 _MAX_GRID_Y = 65535
 _PIXELS = 4
@@ -53,14 +51,20 @@ def table_spec(y: str, channels: int, *, vector: bool) -> KernelSpec:
     )
 
 
-@cache
-def _planes_function(device: int, y: str, pixels: int) -> Function:
-    return kernel(planes_spec(y, pixels), device)
+_planes_calls: dict[Hashable, Function] = {}
+_table_calls: dict[Hashable, Function] = {}
 
 
-@cache
-def _table_function(device: int, y: str, channels: int, vector: bool) -> Function:  # noqa: FBT001 - cache key
-    return kernel(table_spec(y, channels, vector=vector), device)
+def _planes_call(device: int, y: str) -> Function | None:
+    key = (device, y)
+    spec = planes_spec(y, _PIXELS)
+    return _planes_calls.get(key) or resolve("image_to_half", _planes_calls, key, spec, device)
+
+
+def _table_call(device: int, y: str, channels: int, *, vector: bool) -> Function | None:
+    key = (device, y, channels, vector)
+    spec = table_spec(y, channels, vector=vector)
+    return _table_calls.get(key) or resolve("image_table_to_half", _table_calls, key, spec, device)
 
 
 def _normalised(planes: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -90,18 +94,17 @@ def _image_cuda(image: Tensor, mean: list[float], std: list[float], dtype: torch
         reason = f"more than {_MAX_GRID_Y} images"
     elif plane % 4 or image.data_ptr() & 3:
         reason = "pixels per image not a multiple of 4, or address not a multiple of 4 bytes"
-    if reason is None:
-        a, b = affine(mean, std, 3)
-        try:
-            call = _planes_function(image.get_device(), CODES[dtype], _PIXELS)
-        except KernelUnavailableError as error:
-            reason = str(error)
+    call = None
     if reason is not None:
         fell_back("image_to_half", reason)
+    else:
+        call = _planes_call(image.get_device(), CODES[dtype])
+    if call is None:
         return _image_reference(image, mean, std, dtype)
     out = image.new_empty((*image.shape[:-3], 3, height, width), dtype=dtype)
     if images and plane:
-        grid = (-(-plane // (_PIXELS * 256)), images)
+        a, b = affine(mean, std, 3)
+        grid = (-(-plane // (_PIXELS * BLOCK)), images)
         call.run(*grid, (image.data_ptr(), out.data_ptr(), plane, *a, *b))
     return out
 
@@ -196,13 +199,11 @@ def _table_cuda(
         reason = f"{images} images of {height} x {width}"
     vector = width % 8 == 0
     call = None
-    if reason is None:
-        try:
-            call = _table_function(data.get_device(), CODES[dtype], channels, vector)
-        except KernelUnavailableError as error:
-            reason = str(error)
+    if reason is not None:
+        fell_back("image_table_to_half", reason)
+    else:
+        call = _table_call(data.get_device(), CODES[dtype], channels, vector=vector)
     if call is None:
-        fell_back("image_table_to_half", reason or "no kernel")
         return _table_reference(data, table, height, width, mean, std, dtype, pad)
     out = data.new_empty((images, channels, height, width), dtype=dtype)
     threads = height * width // (8 if vector else 1)
@@ -211,7 +212,7 @@ def _table_cuda(
         a, b = a + [0.0] * (4 - channels), b + [0.0] * (4 - channels)
         table = table.contiguous()
         pointers = (data.data_ptr(), table.data_ptr(), out.data_ptr())
-        grid = (-(-threads // 256), images)
+        grid = (-(-threads // BLOCK), images)
         call.run(*grid, (*pointers, height, width, pad, *a, *b))
     return out
 

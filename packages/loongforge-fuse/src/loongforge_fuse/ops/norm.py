@@ -46,13 +46,16 @@ def norm_backward_cuda(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run ``loongforge::norm_backward`` on CUDA rows; see :func:`reference.norm_backward`."""
-    dx, dgain, doffset = run_norm_backward(
+    dx, sums = run_norm_backward(
         grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups
     )
+    if sums is None:
+        return dx, total.new_empty(0, dtype=torch.float32), total.new_empty(0, dtype=torch.float32)
     # Float32, as the shape function promises, and separate memory: outputs of an operator must not share it.
-    empty = total.new_empty(0, dtype=torch.float32)
-    first = empty if dgain is None else dgain.float()
-    return dx, first, empty.clone() if doffset is None else doffset.to(torch.float32, copy=True)
+    first = sums[:, 0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if not offset:
+        return dx, first, first.new_empty(0)
+    return dx, first, sums[:, 1].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _fake_norm(

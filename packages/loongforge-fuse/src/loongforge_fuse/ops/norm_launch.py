@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.ops import reference
-from loongforge_fuse.ops._common import CODES, fell_back, resolve
+from loongforge_fuse.ops._common import CODES, fell_back, load, processors
+from loongforge_fuse.ops.columns import add_partials
 from loongforge_fuse.ops.norm_plan import (
     RowPlan,
-    backward_plan,
     backward_spec,
-    column_spec,
-    forward_plan,
+    backward_ways,
     forward_spec,
+    forward_ways,
 )
+from loongforge_fuse.ops.variants import chosen, forget_on_change
 
 _MAX_GROUPS = 32767  # gain and offset of all groups are one dimension of a grid
-_forward_calls: dict[Hashable, Function] = {}
-_backward_calls: dict[Hashable, Function] = {}
-_column_calls: dict[Hashable, Function] = {}
-# Plans by width; the benchmark puts candidates here.
-forward_plans: dict[tuple[int, bool], RowPlan | None] = {}
-backward_plans: dict[tuple[int, bool], RowPlan | None] = {}
+# Elements from which on a tensor counts as large: its rows are chosen for bandwidth, others for latency.
+LARGE = 2**24
+Loaded = tuple[Function, RowPlan]
+_forward_calls: dict[Hashable, Loaded] = {}
+_backward_calls: dict[Hashable, Loaded] = {}
+forget_on_change(_forward_calls.clear)
+forget_on_change(_backward_calls.clear)
 
 
-@cache
-def processors(device: int) -> int:
-    """Return the number of multiprocessors."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def forward_job(width: int, *, residual: bool, large: bool) -> str:
+    """Name the choice between forward plans."""
+    return f"norm {width}{' residual' if residual else ''} {'large' if large else 'small'}"
 
 
-# Blocks on each multiprocessor where a fixed grid walks the rows, when the plan does not say; the
-# benchmark tries others.
-waves = {"forward": 8, "backward": 24}
+def backward_job(width: int, *, columns: bool, large: bool) -> str:
+    """Name the choice between backward plans."""
+    return f"norm backward {width}{' columns' if columns else ''} {'large' if large else 'small'}"
 
 
-def _forward(width: int, residual: bool) -> RowPlan | None:  # noqa: FBT001 - a cache key
-    if (width, residual) not in forward_plans:
-        forward_plans[width, residual] = forward_plan(width, residual=residual)
-    return forward_plans[width, residual]
-
-
-def _backward(width: int, columns: bool) -> RowPlan | None:  # noqa: FBT001 - a cache key
-    if (width, columns) not in backward_plans:
-        backward_plans[width, columns] = backward_plan(width, columns=columns)
-    return backward_plans[width, columns]
+def _plan(job: str, ways: dict[str, RowPlan]) -> RowPlan | None:
+    return ways[chosen(job, tuple(ways))] if ways else None
 
 
 _empties: dict[torch.device, Tensor] = {}
@@ -94,28 +86,33 @@ def _form(gain: torch.dtype | None, modulate: bool) -> str:  # noqa: FBT001 - pa
     return "modulate" if modulate else "scale"
 
 
-def _forward_call(key: tuple, groups: int, plan: RowPlan | None) -> Function | None:
-    device, width, x, r, g, o, layer, modulate, y = key
+def _forward_call(key: tuple, groups: int) -> Loaded | None:
+    device, width, x, r, g, o, layer, modulate, y, large = key
+    residual = r is not None
+    plan = _plan(forward_job(width, residual=residual, large=large), forward_ways(width, residual=residual))
     reason = _unfit(width, plan, groups, x, r, g, o, y)
     if reason is None and g is not None and o is not None and g != o:
         reason = f"gain {g} and offset {o}"
     if reason or plan is None:
         fell_back("norm", reason or "no plan")
         return None
-    table = g or o or x
     spec = forward_spec(
         plan,
         width,
         layer=layer,
         x=CODES[x],
         r=CODES[r or x],
-        w=CODES[table],
+        w=CODES[g or o or x],
         y=CODES[y],
         gain=_form(g, modulate),
         offset=o is not None,
-        residual=r is not None,
+        residual=residual,
     )
-    return resolve("norm", _forward_calls, key, spec, device)
+    call = load("norm", spec, device)
+    if call is None:
+        return None
+    _forward_calls[key] = call, plan
+    return call, plan
 
 
 def run_norm(
@@ -156,31 +153,33 @@ def run_norm(
     if not fits or (pointer | residual_at | gain_at | offset_at) & 15 or (gain_step | offset_step) & 7:
         fell_back("norm", "a tensor cannot be read in 16-byte vectors")
         return None
-    key = (x.get_device(), width, x.dtype, r, g, o, layer, modulate, dtype)
-    call = _forward_calls.get(key) or _forward_call(key, groups, _forward(width, r is not None))
-    plan = forward_plans.get((width, r is not None))
-    if call is None or plan is None or groups > _MAX_GROUPS:
+    count = x.numel()
+    key = (x.get_device(), width, x.dtype, r, g, o, layer, modulate, dtype, count >= LARGE)
+    found = _forward_calls.get(key) or _forward_call(key, groups)
+    if found is None or groups > _MAX_GROUPS:
         return None
     y = torch.empty_like(x, dtype=dtype) if dtype != x.dtype else torch.empty_like(x)
     if residual is not None:
         total = torch.empty_like(x)
         total_at = total.data_ptr()
-    rows = x.numel() // width
+    rows = count // width
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     mean = (torch.empty_like(rstd) if keep else rstd) if layer else _nothing(x)
     if rows:
+        call, plan = found
         group_rows = rows // groups
         blocks = -(-group_rows // (plan.block // plan.threads))
         if plan.ahead:
-            blocks = min(blocks, -(-waves["forward"] * processors(key[0]) // groups))
+            blocks = min(blocks, -(-plan.waves * processors(key[0]) // groups))
         outputs = (y.data_ptr(), total_at, mean.data_ptr(), rstd.data_ptr())
         sizes = (group_rows, width, gain_step, offset_step, eps)
         call.run(blocks, groups, (pointer, residual_at, gain_at, offset_at, *outputs, *sizes))
     return y, total, mean, rstd
 
 
-def _backward_call(key: tuple, groups: int, plan: RowPlan | None) -> Function | None:
-    device, width, x, y, g, layer, modulate, columns, offset, carry = key
+def _backward_call(key: tuple, groups: int) -> Loaded | None:
+    device, width, x, y, g, layer, modulate, columns, offset, carry, large = key
+    plan = _plan(backward_job(width, columns=columns, large=large), backward_ways(width, columns=columns))
     reason = _unfit(width, plan, groups, x, y, g)
     if reason or plan is None:
         fell_back("norm_backward", reason or "no plan")
@@ -197,7 +196,22 @@ def _backward_call(key: tuple, groups: int, plan: RowPlan | None) -> Function | 
         offset=offset,
         carry=carry,
     )
-    return resolve("norm_backward", _backward_calls, key, spec, device)
+    call = load("norm_backward", spec, device)
+    if call is None:
+        return None
+    _backward_calls[key] = call, plan
+    return call, plan
+
+
+def backward_blocks(plan: RowPlan, group_rows: int, groups: int, device: int, *, columns: bool) -> int:
+    """Return the blocks for each group of rows.
+
+    With column sums a block costs a row of partial sums, so it should have a few rows of its own; and no more
+    blocks than fit at once, or a second wave doubles the time.
+    """
+    each = plan.min_blocks or max(2, 512 // plan.block) if columns else plan.waves
+    rows_each = (plan.block // plan.threads) * (plan.rows_each if columns else 1)
+    return min(-(-group_rows // rows_each), max(1, each * processors(device) // groups))
 
 
 def run_norm_backward(
@@ -213,96 +227,72 @@ def run_norm_backward(
     columns: bool,  # noqa: FBT001
     offset: bool,  # noqa: FBT001
     groups: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of total, gain and offset; `grad` and `total` may have any leading shape.
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of total, and with `columns` those of gain and offset, in the type of the gain.
 
-    The last two are (groups, width) in the type of the gain, or None where they were not asked for.
+    `grad` and `total` may have any leading shape. The second result is (groups, 2, width), or (groups, 1,
+    width) without `offset`; None when it was not asked for.
     """
-    width = total.shape[-1]
+    width, count = total.shape[-1], total.numel()
     grad, total = grad.contiguous(), total.contiguous()
     carried = None if carry is None else carry.to(total.dtype).contiguous()
     carry_at = 0 if carried is None else carried.data_ptr()
     gain_at = 0 if gain is None else gain.data_ptr()
-    plan = _backward(width, columns)
+    grad_at, total_at = grad.data_ptr(), total.data_ptr()
     g = None if gain is None else gain.dtype
     device = total.get_device()
-    key = (
-        device,
-        width,
-        total.dtype,
-        grad.dtype,
-        g,
-        layer,
-        modulate,
-        columns,
-        offset,
-        carried is not None,
-    )
-    call = None
-    if (grad.data_ptr() | total.data_ptr() | carry_at | gain_at) & 15 or _unreadable(gain):
+    form = (layer, modulate, columns, offset, carried is not None, count >= LARGE)
+    key = (device, width, total.dtype, grad.dtype, g, *form)
+    found = None
+    if (grad_at | total_at | carry_at | gain_at) & 15 or _unreadable(gain):
         fell_back("norm_backward", "a tensor cannot be read in 16-byte vectors")
     else:
-        call = _backward_calls.get(key) or _backward_call(key, groups, plan)
-    if call is None or plan is None or groups > _MAX_GROUPS:
-        flat = (-1, width)
-        dx, dgain, doffset = reference.norm_backward(
-            grad.view(flat),
-            None if carried is None else carried.view(flat),
-            total.view(flat),
-            None if gain is None else gain.view(-1, width),
-            mean,
-            rstd,
-            layer,
-            modulate,
-            group_rows,
-            columns,
-            offset,
-            groups,
-        )
-        return dx.view(total.shape), dgain if columns else None, doffset if offset else None
+        found = _backward_calls.get(key) or _backward_call(key, groups)
+    if found is None or groups > _MAX_GROUPS:
+        settings = (layer, modulate, group_rows, columns, offset, groups)
+        return _backward_reference(grad, carried, total, gain, mean, rstd, settings)
     dx = torch.empty_like(total)
-    rows = total.numel() // width
-    if not rows:
-        zeros = total.new_zeros((2, groups, width), dtype=torch.float32) if columns else None
-        if zeros is None:
-            return dx, None, None
-        return dx, zeros[0], zeros[1] if offset else None
-    per_block = plan.block // plan.threads
-    group_rows = rows // groups
-    each = plan.min_blocks or max(2, 512 // plan.block) if columns else waves["backward"]
-    # With column sums a block costs a row of partial sums, so it should have a few rows of its own; and no
-    # more blocks than fit at once, or a second wave doubles the time.
-    rows_each = per_block * (4 if columns else 1)
-    blocks = min(-(-group_rows // rows_each), max(1, each * processors(device) // groups))
-    part = None
-    part_at, second_at, lines = 0, 0, groups * blocks
+    if not count:
+        shape = (groups, 2 if offset else 1, width)
+        return dx, total.new_zeros(shape, dtype=torch.float32) if columns else None
+    call, plan = found
+    group_rows = count // (width * groups)
+    blocks = backward_blocks(plan, group_rows, groups, device, columns=columns)
+    part, part_at, second_at = None, 0, 0
     if columns:
-        part = total.new_empty((2 if offset else 1, lines, width), dtype=torch.float32)
+        kinds = 2 if offset else 1
+        part = total.new_empty((groups * kinds, blocks, width), dtype=torch.float32)
         part_at = part.data_ptr()
-        second_at = part_at + 4 * lines * width
-    inputs = (total.data_ptr(), grad.data_ptr(), gain_at, mean.data_ptr(), rstd.data_ptr(), carry_at)
-    outputs = (dx.data_ptr(), part_at, second_at)
-    call.run(blocks, groups, (*inputs, *outputs, group_rows, width, _step(gain)))
+        second_at = part_at + 4 * blocks * width
+    inputs = (total_at, grad_at, gain_at, mean.data_ptr(), rstd.data_ptr(), carry_at)
+    call.run(blocks, groups, (*inputs, dx.data_ptr(), part_at, second_at, group_rows, width, _step(gain)))
     if part is None:
-        return dx, None, None
-    sums = _column_sums(part, groups, blocks, device, torch.float32 if gain is None else gain.dtype)
-    return dx, sums[0], sums[1] if offset else None
+        return dx, None
+    sums = add_partials(part, torch.float32 if g is None else g, "norm_backward")
+    return dx, sums.view(groups, -1, width)
 
 
-def _column_sums(
-    part: Tensor, groups: int, chunks: int, device: int, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Add the chunks of each group: (kinds, groups * chunks, width) to one (groups, width) for each kind.
-
-    The kinds count as more groups, so that one launch serves both; the sums are rounded to `dtype` once.
-    """
-    kinds, _, width = part.shape
-    key = (device, dtype)
-    call = _column_calls.get(key)
-    if call is None and dtype in CODES:
-        call = resolve("norm_backward", _column_calls, key, column_spec(CODES[dtype]), device)
-    if call is None:
-        return tuple(part.view(kinds, groups, chunks, width).sum(2).to(dtype))
-    out = torch.empty((kinds, groups, width), dtype=dtype, device=part.device)
-    call.run(-(-width // 32), kinds * groups, (part.data_ptr(), out.data_ptr(), width, chunks))
-    return out.unbind(0)
+def _backward_reference(
+    grad: Tensor,
+    carry: Tensor | None,
+    total: Tensor,
+    gain: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    settings: tuple[bool, bool, int, bool, bool, int],
+) -> tuple[Tensor, Tensor | None]:
+    """Run the plain torch form on contiguous tensors of any leading shape."""
+    flat = (-1, total.shape[-1])
+    dx, dgain, doffset = reference.norm_backward(
+        grad.view(flat),
+        None if carry is None else carry.view(flat),
+        total.view(flat),
+        None if gain is None else gain.reshape(flat),
+        mean,
+        rstd,
+        *settings,
+    )
+    _, _, _, columns, offset, _ = settings
+    if not columns:
+        return dx.view(total.shape), None
+    return dx.view(total.shape), torch.stack((dgain, doffset) if offset else (dgain,), 1)

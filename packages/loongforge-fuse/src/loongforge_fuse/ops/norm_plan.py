@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loongforge_fuse.kernels.specs import KernelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
-    """How a row is spread over threads.
+    """How a row is spread over threads, and rows over blocks.
 
     Attributes:
         threads: threads per row.
@@ -18,6 +18,9 @@ class RowPlan:
         each: elements of a vector, 8 or 4.
         ahead: forward only: a fixed grid walks the rows and loads ahead, instead of a grid over all rows.
         min_blocks: blocks that must fit on a multiprocessor; 0: the compiler's choice.
+        waves: blocks on each multiprocessor where a fixed grid walks the rows without column sums.
+        rows_each: backward with column sums: rows that a block has at least, since its partial sums cost as
+            much as a row.
     """
 
     threads: int
@@ -26,6 +29,17 @@ class RowPlan:
     each: int = 8
     ahead: bool = False
     min_blocks: int = 0
+    waves: int = 24
+    rows_each: int = 4
+
+    @property
+    def name(self) -> str:
+        """Short text that tells plans apart."""
+        walk = f" ahead {self.waves}" if self.ahead else f" waves {self.waves}"
+        limit = f" min {self.min_blocks}" if self.min_blocks else ""
+        return (
+            f"{self.threads}x{self.vectors}x{self.each} block {self.block}{walk}{limit} rows {self.rows_each}"
+        )
 
     def full(self, width: int) -> bool:
         """Tell whether the threads fill a row of `width` elements exactly."""
@@ -68,8 +82,9 @@ def forward_plan(width: int, *, residual: bool) -> RowPlan | None:
     if not residual and width % 128 == 0 and width % 256 and width <= 1152:
         return RowPlan(threads=32, vectors=width // 128, block=96, each=4)
     threads, vectors, each = _spread(width)
+    ahead = not residual and width == 1536
     return RowPlan(
-        threads=threads, vectors=vectors, block=threads, each=each, ahead=not residual and width == 1536
+        threads=threads, vectors=vectors, block=threads, each=each, ahead=ahead, waves=8 if ahead else 24
     )
 
 
@@ -92,6 +107,53 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
     )
 
 
+# (threads, vectors, elements): other ways to spread a row, to choose from by measurement.
+_FORWARD_SPREADS = {
+    2048: ((256, 1, 8), (64, 4, 8)),
+    1536: ((192, 1, 8), (96, 2, 8), (128, 3, 4)),
+    1152: ((96, 3, 4), (32, 9, 4), (288, 1, 4)),
+}
+_BACKWARD_SPREADS = {
+    2048: ((256, 1, 8),),
+    1536: ((96, 2, 8), (192, 1, 8)),
+    1152: ((144, 1, 8), (288, 1, 4)),
+}
+
+
+def forward_ways(width: int, *, residual: bool) -> dict[str, RowPlan]:
+    """Return plans of the forward kernel by name, the default first; empty where no kernel fits."""
+    first = forward_plan(width, residual=residual)
+    if first is None:
+        return {}
+    plans = [first, *((replace(first, ahead=False, waves=24),) if first.ahead else ())]
+    for threads, vectors, each in _FORWARD_SPREADS.get(width, ()):
+        # Of rows of one or two warps a block takes several: blocks of fewer than 3 warps are too many.
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads * -(-96 // threads), each=each)
+        plans += [plan, replace(plan, ahead=True, waves=16)] if threads <= 128 else [plan]
+    return {plan.name: plan for plan in plans if plan.block % 32 == 0}
+
+
+def backward_ways(width: int, *, columns: bool) -> dict[str, RowPlan]:
+    """Return plans of the backward kernel by name, the default first."""
+    first = backward_plan(width, columns=columns)
+    if first is None:
+        return {}
+    if not columns:
+        return {plan.name: plan for plan in (first, replace(first, waves=12), replace(first, waves=40))}
+    plans = [first, replace(first, rows_each=2), replace(first, rows_each=1)]
+    if first.min_blocks > 2:
+        plans += [
+            replace(first, min_blocks=first.min_blocks - 1),
+            replace(first, min_blocks=first.min_blocks + 1),
+        ]
+    for threads, vectors, each in _BACKWARD_SPREADS.get(width, ()):
+        if threads % 32 == 0:
+            plans.append(
+                RowPlan(threads=threads, vectors=vectors, block=threads, each=each, min_blocks=640 // threads)
+            )
+    return {plan.name: plan for plan in plans}
+
+
 def forward_spec(
     plan: RowPlan,
     width: int,
@@ -107,7 +169,7 @@ def forward_spec(
 ) -> KernelSpec:
     """Return the specification of a forward variant; `r` and `w` matter only with a residual or a gain."""
     return KernelSpec(
-        module="norm",
+        module="norm_forward",
         maker="norm_forward",
         options={
             "layer": layer,
@@ -146,7 +208,7 @@ def backward_spec(
 ) -> KernelSpec:
     """Return the specification of a backward variant."""
     return KernelSpec(
-        module="norm",
+        module="norm_backward",
         maker="norm_backward",
         options={
             "layer": layer,
@@ -167,16 +229,4 @@ def backward_spec(
         # The other types need more registers and would spill under the limit.
         min_blocks=plan.min_blocks if x == y == "bf16" else 0,
         vector=plan.each == 8,
-    )
-
-
-def column_spec(y: str) -> KernelSpec:
-    """Return the specification of the kernel that adds the partial column sums into type `y`."""
-    return KernelSpec(
-        module="norm",
-        maker="column_sums",
-        options={"y": y},
-        arguments="PPqq",
-        block=1024,
-        vector=False,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 import loongforge_fuse.ops.norm  # noqa: F401 - registers the operator
 from loongforge_fuse.ops import reference
 from loongforge_fuse.ops._common import plain, wants_grad
-from loongforge_fuse.ops.norm_function import NormFunction, norm_reference
+from loongforge_fuse.ops.norm_function import apply_norm, apply_table_norm, norm_reference
 from loongforge_fuse.ops.norm_launch import run_norm
 
 
@@ -27,7 +27,7 @@ def _run(
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
         if wants_grad(x, residual, gain, offset):
-            y, total = NormFunction.apply(x, residual, gain, offset, settings)  # type: ignore[no-untyped-call]
+            y, total = apply_norm(x, residual, gain, offset, settings)
         else:
             done = run_norm(x, residual, gain, offset, *settings, False)
             if done is None:
@@ -101,6 +101,7 @@ def layer_norm_modulate(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    table: Tensor | None = None,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> Tensor: ...
@@ -115,6 +116,7 @@ def layer_norm_modulate(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    table: Tensor | None = None,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -128,6 +130,7 @@ def layer_norm_modulate(
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    table: Tensor | None = None,
     eps: float = 1e-5,
     dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -140,6 +143,8 @@ def layer_norm_modulate(
         bias: (D,).
         scale: (B, D) or (B, 1, D), one row for each batch item (views of a wider projection are fine).
         shift: like `scale`.
+        table: (B, 2 D) or (B, 1, 2 D), scale and shift side by side, as one projection gives them, in place
+            of all four others. Its gradient needs no pass of its own.
         eps: added to the variance.
         dtype: type of the result; default: the type of x.
 
@@ -151,6 +156,11 @@ def layer_norm_modulate(
     """
     name = "layer_norm_modulate"
     _check_shapes(name, x, residual)
+    if table is not None:
+        if not (weight is bias is scale is shift is None):
+            message = f"{name}: table stands alone, without weight, bias, scale and shift"
+            raise ValueError(message)
+        return _run_table(x, residual, _joined_table(name, table, x), (True, True, eps, dtype or x.dtype))
     affine, add = _table(name, "weight", weight, x), _table(name, "bias", bias, x)
     factor, move = _table(name, "scale", scale, x), _table(name, "shift", shift, x)
     if factor is None and move is None:
@@ -169,6 +179,29 @@ def layer_norm_modulate(
         modulate = False
     gain, offset = _same_groups(gain, offset)
     return _run(x, residual, gain, offset, (True, modulate, eps, dtype or x.dtype))
+
+
+def _joined_table(name: str, table: Tensor, x: Tensor) -> Tensor:
+    """Check a table (B, 2 D) or (B, 1, 2 D) and return it with two dimensions."""
+    if table.dim() == 3 and table.shape[1] == 1:
+        table = table.squeeze(1)
+    wanted = (x.shape[0], 2 * x.shape[-1])
+    if tuple(table.shape) != wanted:
+        message = f"{name}: table must have shape {wanted}, got {tuple(table.shape)}"
+        raise ValueError(message)
+    return table
+
+
+def _run_table(
+    x: Tensor, residual: Tensor | None, table: Tensor, settings: tuple[bool, bool, float, torch.dtype]
+) -> Tensor | tuple[Tensor, Tensor]:
+    if plain(x, residual, table) and wants_grad(x, residual, table):
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        y, total = apply_table_norm(x, residual, table, settings)
+        return y if total is None else (y, total)
+    scale, shift = table.chunk(2, dim=-1)
+    return _run(x, residual, scale, shift, settings)
 
 
 def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:

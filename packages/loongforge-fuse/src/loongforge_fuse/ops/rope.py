@@ -19,10 +19,11 @@ from loongforge_fuse.ops._common import (
     differentiable,
     fell_back,
     plain,
+    processors,
     resolve,
     wants_grad,
 )
-from loongforge_fuse.ops.norm_plan import column_spec
+from loongforge_fuse.ops.columns import add_partials
 
 _WIDTHS = (16, 32, 64, 128, 256)
 _WAVES = 2  # blocks on each multiprocessor, which is what the backward kernel's registers allow
@@ -55,7 +56,6 @@ def rope_backward_spec(x: str, w: str, c: str, width: int, each: int, *, columns
 
 _forward_calls: dict[Hashable, Function] = {}
 _backward_calls: dict[Hashable, Function] = {}
-_column_calls: dict[Hashable, Function] = {}
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,8 +174,8 @@ def _rope_backward_cuda(
     device, rows, per_block = x.get_device(), x.numel() // width, BLOCK // (width // 8)
     blocks = -(-rows // (per_block * heads_each(heads)))
     if columns:
-        blocks = min(blocks, _WAVES * torch.cuda.get_device_properties(device).multi_processor_count)
-    part = x.new_empty((blocks * per_block, width) if columns else 0, dtype=torch.float32)
+        blocks = min(blocks, _WAVES * processors(device))
+    part = x.new_empty((blocks, width) if columns else 0, dtype=torch.float32)
     if rows:
         tensors = (x, weight, table_cos, table_sin, grad, dx, part)
         call.run(blocks, 1, (*(t.data_ptr() for t in tensors), rows, heads, table_cos.shape[0], eps))
@@ -183,14 +183,7 @@ def _rope_backward_cuda(
         return dx, part
     if not rows:
         return dx, part.new_zeros(width)
-    dw = part.new_empty(width)
-    sums = _column_calls.get(device) or resolve(
-        "head_norm_rope", _column_calls, device, column_spec("f32"), device
-    )
-    if sums is None:
-        return dx, part.sum(0)
-    sums.run(-(-width // 32), 1, (part.data_ptr(), dw.data_ptr(), width, part.shape[0]))
-    return dx, dw
+    return dx, add_partials(part.unsqueeze(0), torch.float32, "head_norm_rope").view(width)
 
 
 def _backward_fake(

@@ -111,9 +111,9 @@ def dit_block(
 ) -> Tensor:
     """Modulated norm, attention, norm, feed-forward, with all four dropouts folded into three passes."""
     attention, (project, middle, last, after) = module.attn1, module.ff.net
-    scale, shift = _linear(module.norm1.linear, activated_time).chunk(2, dim=-1)
+    table = _linear(module.norm1.linear, activated_time)
     kind = _linear_input(x)
-    normed = ops.layer_norm_modulate(x, scale=scale, shift=shift, eps=1e-5, dtype=kind)
+    normed = ops.layer_norm_modulate(x, table=table, eps=1e-5, dtype=kind)
     attended = _attend(attention, normed, normed if memory is None else memory, bias)
     # Two dropouts in series on the attention output are one with the joint probability.
     first = ops.series_probability(_drop(attention.to_out[1]), _drop(module.final_dropout))

@@ -14,20 +14,18 @@ from collections.abc import Callable
 
 from numba import cuda, float32, int32, int64, uint32
 
+from loongforge_fuse.kernels.source.common import draw, global_thread, keeps, schedule, sigmoid
 from loongforge_fuse.kernels.source.intrinsics import (
-    LOAD_QUAD,
+    EXPAND,
+    LOAD,
+    LOAD_RAW,
     LOAD_SCALAR,
-    LOAD_VECTOR,
-    STORE_QUAD,
+    STORE,
     STORE_SCALAR,
-    STORE_VECTOR,
     atomic_add_i32,
     exp2,
-    global_thread,
-    load_i64,
-    philox_round,
+    raw_words,
     reciprocal,
-    sigmoid,
 )
 
 Kernel = Callable[..., None]
@@ -55,79 +53,87 @@ def gelu_slope(x):
 
 
 @cuda.jit(device=True, inline="always")
-def draw(key, vector, words):
-    """Fill words[0:4] with 8 random 16-bit values of vector `vector`; key holds (seed, offset) as int64.
-
-    Philox-4x32 with 7 rounds, the smallest number that passes BigCrush (Salmon et al., SC 2011).
-    """
-    seed = load_i64(key, 0)
-    offset = load_i64(key, 1)
-    k0 = uint32(seed)
-    k1 = uint32(seed >> 32)
-    c0 = uint32(vector)
-    c1 = uint32(vector >> 32)
-    c2 = uint32(offset)
-    c3 = uint32(offset >> 32)
-    for _ in range(7):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
-        k0 = uint32(k0 + uint32(0x9E3779B9))
-        k1 = uint32(k1 + uint32(0xBB67AE85))
-    words[0] = c0
-    words[1] = c1
-    words[2] = c2
-    words[3] = c3
+def scaled_gelu(x, share):
+    """gelu(x) / share: the division is part of the reciprocal that GELU takes anyway."""
+    power = exp2(x * (float32(-2.302208198144325) + float32(-0.1029432395800235) * (x * x)))
+    return x * reciprocal(share + share * power)
 
 
-@cuda.jit(device=True, inline="always")
-def keeps(words, lane, threshold):
-    """Whether element `lane` of the vector is kept: its 16 bits reach `threshold`, which is shifted up by
-    16.
-    """
-    # The lower half is moved up, the upper one compared with the lower one still below it: no mask needed.
-    word = words[lane >> 1]
-    bits = word if lane & 1 else uint32(word << uint32(16))
-    return bits >= threshold
+def gelu_forward(*, x: str, y: str, vector: bool) -> Kernel:
+    """Kernel (x, y, count): y = gelu(x)."""
+    load, store, load1, store1 = LOAD[x, 8], STORE[y, 8], LOAD_SCALAR[x], STORE_SCALAR[y]
 
-
-def gelu_forward(*, x: str, y: str, vector: bool, dropout: bool) -> Kernel:
-    """Kernel (x, y, key, count, threshold, scale): y = dropout(gelu(x))."""
-    load, store, load1, store1 = LOAD_VECTOR[x], STORE_VECTOR[y], LOAD_SCALAR[x], STORE_SCALAR[y]
-
-    def kernel(px, py, key, count, threshold, scale):
+    def kernel(px, py, count):
         i = global_thread()
-        limit = uint32(threshold) << uint32(16)
         full = count >> 3 if vector else int64(0)
         a = cuda.local.array(8, float32)
-        words = cuda.local.array(4, uint32)
         if i < full:
             load(px, i, a, 0)
-            if dropout:
-                draw(key, i, words)
             for k in range(8):
                 a[k] = gelu(a[k])
-                if dropout:
-                    a[k] = a[k] * scale if keeps(words, k, limit) else float32(0.0)
             store(py, i, a, 0)
         else:
             e = i + full * 7
             if e < count:
-                value = gelu(load1(px, e))
-                if dropout:
-                    draw(key, e >> 3, words)
-                    value = value * scale if keeps(words, e & 7, limit) else float32(0.0)
-                store1(py, e, value)
+                store1(py, e, gelu(load1(px, e)))
+
+    return kernel
+
+
+def gelu_dropout_forward(*, x: str, y: str, vector: bool, each: int, block: int) -> Kernel:
+    """Kernel (x, y, key, count, threshold, share): y = dropout(gelu(x)), `share` of the elements is kept.
+
+    A thread makes `each` vectors, a block apart: what they have in common, such as the keys of the random
+    rounds, is made once, and their loads are under way together.
+    """
+    load, expand, store = LOAD_RAW[x, 8], EXPAND[x, 8], STORE[y, 8]
+    load1, store1 = LOAD_SCALAR[x], STORE_SCALAR[y]
+    words = raw_words(x, 8)
+    held = words * each
+
+    def kernel(px, py, key, count, threshold, share):
+        first = int64(cuda.blockIdx.x) * (block * each) + int64(cuda.threadIdx.x)
+        limit = uint32(threshold) << uint32(16)
+        keys = cuda.local.array(16, uint32)
+        schedule(key, keys)
+        full = count >> 3 if vector else int64(0)
+        raw = cuda.local.array(held, uint32)
+        bits = cuda.local.array(4, uint32)
+        a = cuda.local.array(8, float32)
+        for u in range(each):
+            if first + u * block < full:
+                load(px, first + u * block, raw, words * u)
+        for u in range(each):
+            i = first + u * block
+            if i < full:
+                draw(keys, i, bits)
+                expand(raw, words * u, a, 0)
+                for k in range(8):
+                    # First the value, then the choice: the other way round each element is a branch.
+                    value = scaled_gelu(a[k], share)
+                    a[k] = value if keeps(bits, k, limit) else float32(0.0)
+                store(py, i, a, 0)
+            else:
+                e = i + full * 7
+                if e < count:
+                    draw(keys, e >> 3, bits)
+                    value = scaled_gelu(load1(px, e), share)
+                    store1(py, e, value if keeps(bits, e & 7, limit) else float32(0.0))
 
     return kernel
 
 
 def gelu_backward(*, x: str, g: str, vector: bool, dropout: bool) -> Kernel:
     """Kernel (x, dy, dx, key, count, threshold, scale): dx = mask * dy * gelu'(x); dx has the type of x."""
-    load_x, load_g, store = LOAD_VECTOR[x], LOAD_VECTOR[g], STORE_VECTOR[x]
+    load_x, load_g, store = LOAD[x, 8], LOAD[g, 8], STORE[x, 8]
     load1_x, load1_g, store1 = LOAD_SCALAR[x], LOAD_SCALAR[g], STORE_SCALAR[x]
 
     def kernel(px, pg, pd, key, count, threshold, scale):
         i = global_thread()
         limit = uint32(threshold) << uint32(16)
+        keys = cuda.local.array(16, uint32)
+        if dropout:
+            schedule(key, keys)
         full = count >> 3 if vector else int64(0)
         a = cuda.local.array(8, float32)
         b = cuda.local.array(8, float32)
@@ -136,7 +142,7 @@ def gelu_backward(*, x: str, g: str, vector: bool, dropout: bool) -> Kernel:
             load_x(px, i, a, 0)
             load_g(pg, i, b, 0)
             if dropout:
-                draw(key, i, words)
+                draw(keys, i, words)
             for k in range(8):
                 a[k] = gelu_slope(a[k]) * b[k]
                 if dropout:
@@ -147,7 +153,7 @@ def gelu_backward(*, x: str, g: str, vector: bool, dropout: bool) -> Kernel:
             if e < count:
                 value = gelu_slope(load1_x(px, e)) * load1_g(pg, e)
                 if dropout:
-                    draw(key, e >> 3, words)
+                    draw(keys, e >> 3, words)
                     value = value * scale if keeps(words, e & 7, limit) else float32(0.0)
                 store1(pd, e, value)
 
@@ -156,7 +162,7 @@ def gelu_backward(*, x: str, g: str, vector: bool, dropout: bool) -> Kernel:
 
 def silu_mul_forward(*, x: str, vector: bool) -> Kernel:
     """Kernel (gate, up, y, count): y = gate * sigmoid(gate) * up."""
-    load, store, load1, store1 = LOAD_VECTOR[x], STORE_VECTOR[x], LOAD_SCALAR[x], STORE_SCALAR[x]
+    load, store, load1, store1 = LOAD[x, 8], STORE[x, 8], LOAD_SCALAR[x], STORE_SCALAR[x]
 
     def kernel(pg, pu, py, count):
         i = global_thread()
@@ -180,7 +186,7 @@ def silu_mul_forward(*, x: str, vector: bool) -> Kernel:
 
 def silu_mul_backward(*, x: str, vector: bool) -> Kernel:
     """Kernel (gate, up, dy, dgate, dup, count)."""
-    load, store, load1, store1 = LOAD_VECTOR[x], STORE_VECTOR[x], LOAD_SCALAR[x], STORE_SCALAR[x]
+    load, store, load1, store1 = LOAD[x, 8], STORE[x, 8], LOAD_SCALAR[x], STORE_SCALAR[x]
 
     def kernel(pg, pu, pd, pdg, pdu, count):
         i = global_thread()
@@ -218,12 +224,14 @@ def dropout_forward(*, x: str, r: str, vector: bool, residual: bool) -> Kernel:
 
     Without `residual` it is the backward pass too: the same mask times the gradient, from type x to type r.
     """
-    load, store, load1, store1 = LOAD_VECTOR[x], STORE_VECTOR[r], LOAD_SCALAR[x], STORE_SCALAR[r]
-    load_r, load1_r = LOAD_VECTOR[r], LOAD_SCALAR[r]
+    load, store, load1, store1 = LOAD[x, 8], STORE[r, 8], LOAD_SCALAR[x], STORE_SCALAR[r]
+    load_r, load1_r = LOAD[r, 8], LOAD_SCALAR[r]
 
     def kernel(px, pr, py, key, count, threshold, scale):
         i = global_thread()
         limit = uint32(threshold) << uint32(16)
+        keys = cuda.local.array(16, uint32)
+        schedule(key, keys)
         full = count >> 3 if vector else int64(0)
         a = cuda.local.array(8, float32)
         b = cuda.local.array(8, float32)
@@ -232,7 +240,7 @@ def dropout_forward(*, x: str, r: str, vector: bool, residual: bool) -> Kernel:
             load(px, i, a, 0)
             if residual:
                 load_r(pr, i, b, 0)
-            draw(key, i, words)
+            draw(keys, i, words)
             for k in range(8):
                 # Selecting, not multiplying by 0: a dropped infinity must not become a NaN.
                 a[k] = a[k] * scale if keeps(words, k, limit) else float32(0.0)
@@ -242,7 +250,7 @@ def dropout_forward(*, x: str, r: str, vector: bool, residual: bool) -> Kernel:
         else:
             e = i + full * 7
             if e < count:
-                draw(key, e >> 3, words)
+                draw(keys, e >> 3, words)
                 value = load1(px, e) * scale if keeps(words, e & 7, limit) else float32(0.0)
                 if residual:
                     value += load1_r(pr, e)
@@ -256,11 +264,11 @@ def cast_scale(*, x: str, y: str, vector: bool, count_bad: bool, device_scale: b
     values.
 
     A value counts as bad when the *stored* result is an infinity or a NaN, so overflow of the narrow type
-    shows. Float32 is written four elements a thread, see ``STORE_QUAD``.
+    shows. Float32 is written four elements a thread, see ``STORE``.
     """
     each = 4 if y == "f32" else 8
     shift = 2 if y == "f32" else 3
-    load, store = (LOAD_QUAD[x], STORE_QUAD[y]) if each == 4 else (LOAD_VECTOR[x], STORE_VECTOR[y])
+    load, store = LOAD[x, each], STORE[y, each]
     load1, store1 = LOAD_SCALAR[x], STORE_SCALAR[y]
     load_scale = LOAD_SCALAR["f32"]
     # The first value that rounds to infinity; for f32 no finite value does.

@@ -1,11 +1,11 @@
 # Kernel functions take Numba values: annotations would be wrong there.
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: ignore-errors
-"""Numba intrinsics the kernels are made of: 16-byte memory access, half conversions, approximate maths.
+"""Numba intrinsics the kernels are made of: wide memory access, conversions, approximate maths.
 
 Kernels take every buffer as a raw address (`CPointer(uint32)`), so that bf16 needs no Numba type and a launch
-needs no array descriptor. A *vector* is 8 neighbouring elements of any of the three float types: one 16-byte
-access for bf16 and f16, two for f32. All arithmetic is float32.
+needs no array descriptor. A *vector* is 8 (or 4) neighbouring elements of one type. All arithmetic is
+float32. ``kernels/simulator/intrinsics.py`` has the same names for the CPU; a test keeps the two alike.
 """
 
 from __future__ import annotations
@@ -13,116 +13,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llvmlite import ir
-from numba import cuda, float32, int64, types, uint32, uint64
+from numba import float32, int64, types, uint32
 from numba.core.extending import intrinsic
 
+from loongforge_fuse.kernels.source import lowering as low
+
 ADDRESS = types.CPointer(types.uint32)
-_I32 = ir.IntType(32)
-_I64 = ir.IntType(64)
-_I16 = ir.IntType(16)
-_F32 = ir.FloatType()
-_LOW_HALF, _HIGH_HALF = 0, 1
-
-_PACK = {"bf16": "cvt.rn.bf16x2.f32 $0, $1, $2;", "f16": "cvt.rn.f16x2.f32 $0, $1, $2;"}
+FLOATS = ("bf16", "f16", "f32")
+Device = Callable[..., object]
 
 
-def _const(value: int) -> ir.Constant:
-    return ir.Constant(_I32, value)
+def _make_load_vector(dtype: str, elements: int) -> Device:
+    words = low.words_of(dtype, elements)
 
-
-def _global_pointer(builder: ir.IRBuilder, base: ir.Value, offset: ir.Value, pointee: ir.Type) -> ir.Value:
-    """Return base + offset bytes as a pointer into global memory."""
-    address = builder.add(builder.ptrtoint(base, _I64), offset)
-    return builder.inttoptr(address, pointee.as_pointer(addrspace=1))
-
-
-def _load_words(builder: ir.IRBuilder, base: ir.Value, offset: ir.Value, words: int = 4) -> list[ir.Value]:
-    """Load `words` 32-bit words (1, 2 or 4) with one access."""
-    if words == 1:
-        return [builder.load(_global_pointer(builder, base, offset, _I32), align=4)]
-    vector = ir.VectorType(_I32, words)
-    value = builder.load(_global_pointer(builder, base, offset, vector), align=4 * words)
-    return [builder.extract_element(value, _const(i)) for i in range(words)]
-
-
-def _store_words(builder: ir.IRBuilder, base: ir.Value, offset: ir.Value, words: list[ir.Value]) -> None:
-    """Store 1, 2 or 4 words with one access."""
-    if len(words) == 1:
-        builder.store(words[0], _global_pointer(builder, base, offset, _I32), align=4)
-        return
-    vector = ir.VectorType(_I32, len(words))
-    value: ir.Value = ir.Constant(vector, ir.Undefined)
-    for i, word in enumerate(words):
-        value = builder.insert_element(value, word, _const(i))
-    builder.store(value, _global_pointer(builder, base, offset, vector), align=4 * len(words))
-
-
-def _bytes_at(builder: ir.IRBuilder, index: ir.Value, size: int) -> ir.Value:
-    return builder.mul(index, ir.Constant(_I64, size))
-
-
-def _unpack(builder: ir.IRBuilder, word: ir.Value, dtype: str) -> list[ir.Value]:
-    """Turn one word of two half values into two float32 values, the lower one first."""
-    if dtype == "bf16":
-        low = builder.shl(word, _const(16))
-        high = builder.and_(word, _const(0xFFFF0000))
-        return [builder.bitcast(low, _F32), builder.bitcast(high, _F32)]
-    convert = ir.InlineAsm(ir.FunctionType(_F32, [_I16]), "cvt.f32.f16 $0, $1;", "=f,h", side_effect=False)
-    low = builder.trunc(word, _I16)
-    high = builder.trunc(builder.lshr(word, _const(16)), _I16)
-    return [builder.call(convert, [low]), builder.call(convert, [high])]
-
-
-def _pack(builder: ir.IRBuilder, low: ir.Value, high: ir.Value, dtype: str) -> ir.Value:
-    """Round two float32 values to nearest even and put them in one word."""
-    kind = ir.FunctionType(_I32, [_F32, _F32])
-    convert = ir.InlineAsm(kind, _PACK[dtype], "=r,f,f", side_effect=False)
-    return builder.call(convert, [high, low])
-
-
-def _array_slots(context: object, builder: ir.IRBuilder, array_type: object, array: ir.Value) -> ir.Value:
-    return context.make_array(array_type)(context, builder, array).data  # type: ignore[attr-defined]
-
-
-def _slot(builder: ir.IRBuilder, data: ir.Value, position: ir.Value, step: int) -> ir.Value:
-    index = builder.add(position, ir.Constant(_I64, step))
-    return builder.gep(data, [index])
-
-
-def _words_of(dtype: str, elements: int) -> int:
-    """Number of 32-bit words that `elements` values fill."""
-    return elements if dtype == "f32" else elements // 2
-
-
-def _load_run(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, words: int) -> list[ir.Value]:
-    """Load run `index` of `words` words: accesses of 16 bytes, or one of 8."""
-    offset = _bytes_at(builder, index, 4 * words)
-    if words <= 4:
-        return _load_words(builder, base, offset, words)
-    found = []
-    for start in range(0, words, 4):
-        at = builder.add(offset, ir.Constant(_I64, 4 * start))
-        found += _load_words(builder, base, at)
-    return found
-
-
-def _widened(builder: ir.IRBuilder, words: list[ir.Value], dtype: str) -> list[ir.Value]:
-    if dtype == "f32":
-        return [builder.bitcast(w, _F32) for w in words]
-    return [v for w in words for v in _unpack(builder, w, dtype)]
-
-
-def _make_load_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
     @intrinsic
     def load_vector(typingctx, address, index, into, position):
         """Load vector `index` into into[position : position + elements] as float32."""
 
         def codegen(context, builder, signature, args):
             base, at, array, start = args
-            words = _load_run(builder, base, at, _words_of(dtype, elements))
-            data = _array_slots(context, builder, signature.args[2], array)
-            for i, value in enumerate(_widened(builder, words, dtype)):
-                builder.store(value, _slot(builder, data, start, i))
+            found = low.load_run(builder, base, low.bytes_at(builder, at, 4 * words), words)
+            data = low.array_slots(context, builder, signature.args[2], array)
+            for i, value in enumerate(low.widened(builder, found, dtype)):
+                builder.store(value, low.slot(builder, data, start, i))
             return context.get_dummy_value()
 
         return types.void(ADDRESS, int64, into, int64), codegen
@@ -130,16 +43,17 @@ def _make_load_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
     return load_vector
 
 
-def _make_load_raw(dtype: str, elements: int) -> Callable[..., object]:
+def _make_load_raw(words: int) -> Device:
     @intrinsic
     def load_raw(typingctx, address, index, into, position):
-        """Load vector `index` as it is into the uint32 slots from `position`."""
+        """Load run `index` of words as it is into the uint32 slots from `position`."""
 
         def codegen(context, builder, signature, args):
             base, at, array, start = args
-            data = _array_slots(context, builder, signature.args[2], array)
-            for i, word in enumerate(_load_run(builder, base, at, _words_of(dtype, elements))):
-                builder.store(word, _slot(builder, data, start, i))
+            data = low.array_slots(context, builder, signature.args[2], array)
+            found = low.load_run(builder, base, low.bytes_at(builder, at, 4 * words), words)
+            for i, word in enumerate(found):
+                builder.store(word, low.slot(builder, data, start, i))
             return context.get_dummy_value()
 
         return types.void(ADDRESS, int64, into, int64), codegen
@@ -147,18 +61,36 @@ def _make_load_raw(dtype: str, elements: int) -> Callable[..., object]:
     return load_raw
 
 
-def _make_expand(dtype: str, elements: int) -> Callable[..., object]:
+def _make_store_raw(words: int) -> Device:
+    @intrinsic
+    def store_raw(typingctx, address, index, values, position):
+        """Store the uint32 slots from `position` as run `index` of words."""
+
+        def codegen(context, builder, signature, args):
+            base, at, array, start = args
+            data = low.array_slots(context, builder, signature.args[2], array)
+            found = [builder.load(low.slot(builder, data, start, i)) for i in range(words)]
+            low.store_run(builder, base, low.bytes_at(builder, at, 4 * words), found)
+            return context.get_dummy_value()
+
+        return types.void(ADDRESS, int64, values, int64), codegen
+
+    return store_raw
+
+
+def _make_expand(dtype: str, elements: int) -> Device:
+    count = low.words_of(dtype, elements)
+
     @intrinsic
     def expand(typingctx, raw, start, into, position):
         """Turn the words of a raw vector into into[position : position + elements] as float32."""
 
         def codegen(context, builder, signature, args):
-            source = _array_slots(context, builder, signature.args[0], args[0])
-            count = _words_of(dtype, elements)
-            words = [builder.load(_slot(builder, source, args[1], i)) for i in range(count)]
-            data = _array_slots(context, builder, signature.args[2], args[2])
-            for i, value in enumerate(_widened(builder, words, dtype)):
-                builder.store(value, _slot(builder, data, args[3], i))
+            source = low.array_slots(context, builder, signature.args[0], args[0])
+            words = [builder.load(low.slot(builder, source, args[1], i)) for i in range(count)]
+            data = low.array_slots(context, builder, signature.args[2], args[2])
+            for i, value in enumerate(low.widened(builder, words, dtype)):
+                builder.store(value, low.slot(builder, data, args[3], i))
             return context.get_dummy_value()
 
         return types.void(raw, int64, into, int64), codegen
@@ -166,23 +98,17 @@ def _make_expand(dtype: str, elements: int) -> Callable[..., object]:
     return expand
 
 
-def _make_store_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
+def _make_store_vector(dtype: str, elements: int) -> Device:
     @intrinsic
     def store_vector(typingctx, address, index, values, position):
         """Round values[position : position + elements] and store them as vector `index`."""
 
         def codegen(context, builder, signature, args):
             base, at, array, start = args
-            data = _array_slots(context, builder, signature.args[2], array)
-            items = [builder.load(_slot(builder, data, start, i)) for i in range(elements)]
-            if dtype == "f32":
-                words = [builder.bitcast(v, _I32) for v in items]
-            else:
-                words = [_pack(builder, items[i], items[i + 1], dtype) for i in range(0, elements, 2)]
-            offset = _bytes_at(builder, at, 4 * len(words))
-            for first in range(0, len(words), 4):
-                place = builder.add(offset, ir.Constant(_I64, 4 * first))
-                _store_words(builder, base, place, words[first : first + 4])
+            data = low.array_slots(context, builder, signature.args[2], array)
+            items = [builder.load(low.slot(builder, data, start, i)) for i in range(elements)]
+            words = low.narrowed(builder, items, dtype)
+            low.store_run(builder, base, low.bytes_at(builder, at, 4 * len(words)), words)
             return context.get_dummy_value()
 
         return types.void(ADDRESS, int64, values, int64), codegen
@@ -190,7 +116,7 @@ def _make_store_vector(dtype: str, elements: int = 8) -> Callable[..., object]:
     return store_vector
 
 
-def _make_load_scalar(dtype: str) -> Callable[..., object]:
+def _make_load_scalar(dtype: str) -> Device:
     @intrinsic
     def load_scalar(typingctx, address, index):
         """Load element `index` as float32."""
@@ -198,17 +124,18 @@ def _make_load_scalar(dtype: str) -> Callable[..., object]:
         def codegen(context, builder, signature, args):
             base, at = args
             if dtype == "f32":
-                return builder.load(_global_pointer(builder, base, _bytes_at(builder, at, 4), _F32), align=4)
-            pointer = _global_pointer(builder, base, _bytes_at(builder, at, 2), _I16)
-            word = builder.zext(builder.load(pointer, align=2), _I32)
-            return _unpack(builder, word, dtype)[_LOW_HALF]
+                pointer = low.global_pointer(builder, base, low.bytes_at(builder, at, 4), low.F32)
+                return builder.load(pointer, align=4)
+            pointer = low.global_pointer(builder, base, low.bytes_at(builder, at, 2), low.I16)
+            word = builder.zext(builder.load(pointer, align=2), low.I32)
+            return low.unpack(builder, word, dtype)[0]
 
         return float32(ADDRESS, int64), codegen
 
     return load_scalar
 
 
-def _make_store_scalar(dtype: str) -> Callable[..., object]:
+def _make_store_scalar(dtype: str) -> Device:
     @intrinsic
     def store_scalar(typingctx, address, index, value):
         """Round `value` and store it as element `index`."""
@@ -216,12 +143,12 @@ def _make_store_scalar(dtype: str) -> Callable[..., object]:
         def codegen(context, builder, signature, args):
             base, at, item = args
             if dtype == "f32":
-                pointer = _global_pointer(builder, base, _bytes_at(builder, at, 4), _F32)
+                pointer = low.global_pointer(builder, base, low.bytes_at(builder, at, 4), low.F32)
                 builder.store(item, pointer, align=4)
             else:
-                word = _pack(builder, item, ir.Constant(_F32, 0.0), dtype)
-                pointer = _global_pointer(builder, base, _bytes_at(builder, at, 2), _I16)
-                builder.store(builder.trunc(word, _I16), pointer, align=2)
+                word = low.pack(builder, item, ir.Constant(low.F32, 0.0), dtype)
+                pointer = low.global_pointer(builder, base, low.bytes_at(builder, at, 2), low.I16)
+                builder.store(builder.trunc(word, low.I16), pointer, align=2)
             return context.get_dummy_value()
 
         return types.void(ADDRESS, int64, float32), codegen
@@ -229,7 +156,7 @@ def _make_store_scalar(dtype: str) -> Callable[..., object]:
     return store_scalar
 
 
-def _make_rounding(dtype: str) -> Callable[..., object]:
+def _make_rounding(dtype: str) -> Device:
     @intrinsic
     def rounded(typingctx, value):
         """Return `value` rounded to the type and back, i.e. what a store followed by a load gives."""
@@ -237,49 +164,51 @@ def _make_rounding(dtype: str) -> Callable[..., object]:
         def codegen(context, builder, signature, args):
             if dtype == "f32":
                 return args[0]
-            word = _pack(builder, args[0], ir.Constant(_F32, 0.0), dtype)
-            return _unpack(builder, word, dtype)[_LOW_HALF]
+            word = low.pack(builder, args[0], ir.Constant(low.F32, 0.0), dtype)
+            return low.unpack(builder, word, dtype)[0]
 
         return float32(float32), codegen
 
     return rounded
 
 
-LOAD_VECTOR = {name: _make_load_vector(name) for name in ("bf16", "f16", "f32")}
-STORE_VECTOR = {name: _make_store_vector(name) for name in ("bf16", "f16", "f32")}
-# Four elements: 16 bytes of float32. Where float32 is written, neighbouring threads then write neighbouring
-# 16-byte pieces; with eight elements each piece would be half of a 32-byte sector of its thread.
-LOAD_QUAD = {name: _make_load_vector(name, 4) for name in ("bf16", "f16", "f32")}
-STORE_QUAD = {name: _make_store_vector(name, 4) for name in ("bf16", "f16", "f32")}
-_TYPES = ("bf16", "f16", "f32")
-LOAD_RAW = {(name, n): _make_load_raw(name, n) for name in _TYPES for n in (4, 8)}
-EXPAND = {(name, n): _make_expand(name, n) for name in _TYPES for n in (4, 8)}
-LOAD_PART = {(name, n): _make_load_vector(name, n) for name in _TYPES for n in (4, 8)}
-STORE_PART = {(name, n): _make_store_vector(name, n) for name in _TYPES for n in (4, 8)}
+# By (type, elements). Four float32 are 16 bytes: where float32 is written, neighbouring threads then write
+# neighbouring 16-byte pieces; with eight elements each piece would be half of a 32-byte sector of its thread.
+_SHAPES = tuple((name, n) for name in FLOATS for n in (4, 8))
+LOAD = {(name, n): _make_load_vector(name, n) for name, n in _SHAPES}
+STORE = {(name, n): _make_store_vector(name, n) for name, n in _SHAPES}
+_RAW, _RAW_STORES = {w: _make_load_raw(w) for w in (1, 2, 4, 8)}, {w: _make_store_raw(w) for w in (1, 2, 4)}
+LOAD_RAW = {(name, n): _RAW[low.words_of(name, n)] for name, n in (*_SHAPES, ("u8", 4), ("u8", 8))}
+EXPAND = {(name, n): _make_expand(name, n) for name, n in (*_SHAPES, ("u8", 4), ("u8", 8))}
+LOAD_WORDS, STORE_WORDS = {w: _RAW[w] for w in (1, 2, 4)}, _RAW_STORES
+LOAD_SCALAR = {name: _make_load_scalar(name) for name in FLOATS}
+STORE_SCALAR = {name: _make_store_scalar(name) for name in FLOATS}
+ROUNDED = {name: _make_rounding(name) for name in FLOATS}
 
 
 def raw_words(dtype: str, elements: int) -> int:
     """Number of 32-bit words a raw vector takes."""
-    return _words_of(dtype, elements)
+    return low.words_of(dtype, elements)
 
 
-LOAD_SCALAR = {name: _make_load_scalar(name) for name in ("bf16", "f16", "f32")}
-STORE_SCALAR = {name: _make_store_scalar(name) for name in ("bf16", "f16", "f32")}
-ROUNDED = {name: _make_rounding(name) for name in ("bf16", "f16", "f32")}
+def _make_load_at(words: int) -> Device:
+    @intrinsic
+    def load_at(typingctx, address, offset, into, position):
+        """Load words at byte `offset`, a multiple of their size, into the uint32 slots from `position`."""
+
+        def codegen(context, builder, signature, args):
+            base, at, array, start = args
+            data = low.array_slots(context, builder, signature.args[2], array)
+            for i, word in enumerate(low.load_run(builder, base, at, words)):
+                builder.store(word, low.slot(builder, data, start, i))
+            return context.get_dummy_value()
+
+        return types.void(ADDRESS, int64, into, int64), codegen
+
+    return load_at
 
 
-@intrinsic
-def load_words4(typingctx, address, offset, into, position):
-    """Load 16 bytes at byte `offset` (a multiple of 16) into four uint32 slots from `position`."""
-
-    def codegen(context, builder, signature, args):
-        base, at, array, start = args
-        data = _array_slots(context, builder, signature.args[2], array)
-        for i, word in enumerate(_load_words(builder, base, at)):
-            builder.store(word, _slot(builder, data, start, i))
-        return context.get_dummy_value()
-
-    return types.void(ADDRESS, int64, into, int64), codegen
+LOAD_AT = {w: _make_load_at(w) for w in (1, 2, 4)}
 
 
 @intrinsic
@@ -287,33 +216,56 @@ def load_word(typingctx, address, offset):
     """Load one 32-bit word at byte `offset` (a multiple of 4)."""
 
     def codegen(context, builder, signature, args):
-        return _load_words(builder, args[0], args[1], 1)[0]
+        return low.load_run(builder, args[0], args[1], 1)[0]
 
     return uint32(ADDRESS, int64), codegen
 
 
 @intrinsic
-def misalignment(typingctx, address, offset):
-    """Return how many bytes address + offset lies above a multiple of 4."""
+def load_pair(typingctx, address, offset):
+    """Load two bytes at byte `offset` (a multiple of 2), the first one lowest."""
 
     def codegen(context, builder, signature, args):
-        absolute = builder.add(builder.ptrtoint(args[0], _I64), args[1])
-        return builder.and_(absolute, ir.Constant(_I64, 3))
+        pointer = low.global_pointer(builder, args[0], args[1], low.I16)
+        return builder.zext(builder.load(pointer, align=2), low.I32)
+
+    return uint32(ADDRESS, int64), codegen
+
+
+@intrinsic
+def store_word(typingctx, address, offset, value):
+    """Store one 32-bit word at byte `offset` (a multiple of 4)."""
+
+    def codegen(context, builder, signature, args):
+        low.store_run(builder, args[0], args[1], [args[2]])
+        return context.get_dummy_value()
+
+    return types.void(ADDRESS, int64, uint32), codegen
+
+
+@intrinsic
+def misalignment(typingctx, address, offset):
+    """Return how many bytes address + offset lies above a multiple of 16."""
+
+    def codegen(context, builder, signature, args):
+        absolute = builder.add(builder.ptrtoint(args[0], low.I64), args[1])
+        return builder.and_(absolute, ir.Constant(low.I64, 15))
 
     return int64(ADDRESS, int64), codegen
 
 
-def _make_integer_access(bits: int) -> tuple[Callable[..., object], Callable[..., object]]:
+def _make_integer_access(bits: int) -> tuple[Device, Device]:
     kind = ir.IntType(bits)
-    result = {8: types.uint8, 32: types.int32, 64: types.int64}[bits]
+    result = {8: types.uint8, 16: types.uint16, 32: types.int32, 64: types.int64}[bits]
+    taken = types.uint32 if bits == 16 else result
 
     @intrinsic
     def load(typingctx, address, index):
         """Load integer `index`."""
 
         def codegen(context, builder, signature, args):
-            offset = _bytes_at(builder, args[1], bits // 8)
-            return builder.load(_global_pointer(builder, args[0], offset, kind), align=bits // 8)
+            offset = low.bytes_at(builder, args[1], bits // 8)
+            return builder.load(low.global_pointer(builder, args[0], offset, kind), align=bits // 8)
 
         return result(ADDRESS, int64), codegen
 
@@ -322,18 +274,76 @@ def _make_integer_access(bits: int) -> tuple[Callable[..., object], Callable[...
         """Store integer `index`."""
 
         def codegen(context, builder, signature, args):
-            offset = _bytes_at(builder, args[1], bits // 8)
-            builder.store(args[2], _global_pointer(builder, args[0], offset, kind), align=bits // 8)
+            offset = low.bytes_at(builder, args[1], bits // 8)
+            value = builder.trunc(args[2], kind) if bits == 16 else args[2]
+            builder.store(value, low.global_pointer(builder, args[0], offset, kind), align=bits // 8)
             return context.get_dummy_value()
 
-        return types.void(ADDRESS, int64, result), codegen
+        return types.void(ADDRESS, int64, taken), codegen
 
     return load, store
 
 
 load_u8, store_u8 = _make_integer_access(8)
+load_u16, store_u16 = _make_integer_access(16)
 load_i32, store_i32 = _make_integer_access(32)
 load_i64, store_i64 = _make_integer_access(64)
+
+
+def _make_shared_access(words: int) -> tuple[Device, Device]:
+    @intrinsic
+    def load(typingctx, shared, index, into, position):
+        """Load run `index` of words of a uint32 array with one access into the slots from `position`."""
+
+        def codegen(context, builder, signature, args):
+            source = low.array_slots(context, builder, signature.args[0], args[0])
+            at = low.bytes_at(builder, args[1], words)
+            data = low.array_slots(context, builder, signature.args[2], args[2])
+            for i, word in enumerate(low.load_array(builder, source, at, words)):
+                builder.store(word, low.slot(builder, data, args[3], i))
+            return context.get_dummy_value()
+
+        return types.void(shared, int64, into, int64), codegen
+
+    @intrinsic
+    def store(typingctx, shared, index, values, position):
+        """Store the slots from `position` as run `index` of words of a uint32 array with one access."""
+
+        def codegen(context, builder, signature, args):
+            target = low.array_slots(context, builder, signature.args[0], args[0])
+            at = low.bytes_at(builder, args[1], words)
+            data = low.array_slots(context, builder, signature.args[2], args[2])
+            found = [builder.load(low.slot(builder, data, args[3], i)) for i in range(words)]
+            low.store_array(builder, target, at, found)
+            return context.get_dummy_value()
+
+        return types.void(shared, int64, values, int64), codegen
+
+    return load, store
+
+
+SHARED_LOAD, SHARED_STORE = ({w: _make_shared_access(w)[way] for w in (1, 2, 4)} for way in (0, 1))
+
+
+def _make_shared_narrow(bits: int) -> Device:
+    kind = ir.IntType(bits)
+
+    @intrinsic
+    def store(typingctx, shared, index, value):
+        """Store the low bits of `value` as narrow element `index` of a uint32 array."""
+
+        def codegen(context, builder, signature, args):
+            data = low.array_slots(context, builder, signature.args[0], args[0])
+            narrow = builder.bitcast(data, kind.as_pointer())
+            builder.store(builder.trunc(args[2], kind), builder.gep(narrow, [args[1]]), align=bits // 8)
+            return context.get_dummy_value()
+
+        return types.void(shared, int64, uint32), codegen
+
+    return store
+
+
+shared_store_u16 = _make_shared_narrow(16)
 
 
 @intrinsic
@@ -351,20 +361,32 @@ def atomic_add_i32(typingctx, address, index, value):
     """Add to a 32-bit counter in global memory."""
 
     def codegen(context, builder, signature, args):
-        pointer = _global_pointer(builder, args[0], _bytes_at(builder, args[1], 4), _I32)
+        pointer = low.global_pointer(builder, args[0], low.bytes_at(builder, args[1], 4), low.I32)
         builder.atomic_rmw("add", pointer, args[2], "monotonic")
         return context.get_dummy_value()
 
     return types.void(ADDRESS, int64, types.int32), codegen
 
 
-def _make_approximation(instruction: str) -> Callable[..., object]:
+@intrinsic
+def word_between(typingctx, low_word, high_word, bits):
+    """Return the word that begins `bits` (0 to 31) above the lowest bit of the two words."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(low.I32, [low.I32] * 3)
+        shift = ir.InlineAsm(kind, "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", side_effect=False)
+        return builder.call(shift, args)
+
+    return uint32(uint32, uint32, uint32), codegen
+
+
+def _make_approximation(instruction: str) -> Device:
     @intrinsic
     def approximation(typingctx, value):
         """One instruction of the special function unit."""
 
         def codegen(context, builder, signature, args):
-            kind = ir.FunctionType(_F32, [_F32])
+            kind = ir.FunctionType(low.F32, [low.F32])
             call = ir.InlineAsm(kind, f"{instruction} $0, $1;", "=f,f", side_effect=False)
             return builder.call(call, args)
 
@@ -384,40 +406,6 @@ def bits_of(typingctx, value):
     """Return the bit pattern of a float32."""
 
     def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], _I32)
+        return builder.bitcast(args[0], low.I32)
 
     return uint32(float32), codegen
-
-
-@cuda.jit(device=True, inline="always")
-def global_thread():
-    """Index of the thread in the grid, 64 bits wide: a grid may cover more than 2^31 elements."""
-    return int64(cuda.blockIdx.x) * int64(cuda.blockDim.x) + int64(cuda.threadIdx.x)
-
-
-@cuda.jit(device=True, inline="always")
-def exponential(x):
-    """exp(x) by one ex2."""
-    return exp2(x * float32(1.4426950408889634))
-
-
-@cuda.jit(device=True, inline="always")
-def sigmoid(x):
-    """1 / (1 + exp(-x)); exact limits at both ends because rcp(inf) is 0."""
-    return reciprocal(float32(1.0) + exponential(-x))
-
-
-@cuda.jit(device=True, inline="always")
-def is_finite(x):
-    """True unless x is an infinity or a NaN."""
-    return (bits_of(x) & uint32(0x7F800000)) != uint32(0x7F800000)
-
-
-@cuda.jit(device=True, inline="always")
-def philox_round(c0, c1, c2, c3, k0, k1):
-    """One round of Philox-4x32 (Salmon et al., SC 2011)."""
-    a = uint64(c0) * uint64(0xD2511F53)
-    b = uint64(c2) * uint64(0xCD9E8D57)
-    n0 = uint32(b >> uint64(32)) ^ c1 ^ k0
-    n2 = uint32(a >> uint64(32)) ^ c3 ^ k1
-    return n0, uint32(b), n2, uint32(a)

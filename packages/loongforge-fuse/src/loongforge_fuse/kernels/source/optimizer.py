@@ -15,20 +15,17 @@ from collections.abc import Callable
 
 from numba import cuda, float32, int64
 
+from loongforge_fuse.kernels.source.common import is_finite, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
-    LOAD_QUAD,
+    LOAD,
     LOAD_SCALAR,
-    LOAD_VECTOR,
-    STORE_QUAD,
+    STORE,
     STORE_SCALAR,
-    STORE_VECTOR,
     address_at,
-    is_finite,
     load_i32,
     load_i64,
     square_root,
 )
-from loongforge_fuse.kernels.source.norm import narrow_sum
 
 Kernel = Callable[..., None]
 COLUMNS = 8
@@ -46,7 +43,7 @@ def chunk_bounds(chunks, tensors, chunk):
 
 def gradient_norm(*, g: str, chunk: int) -> Kernel:
     """Kernel (tensors, chunks, partial): partial[block] = sum of squares of the chunk's gradient."""
-    load, load1, store = LOAD_VECTOR[g], LOAD_SCALAR[g], STORE_SCALAR["f32"]
+    load, load1, store = LOAD[g, 8], LOAD_SCALAR[g], STORE_SCALAR["f32"]
 
     def kernel(tensors, chunks, partial):
         row, begin, end, wide = chunk_bounds(chunks, tensors, chunk)
@@ -146,11 +143,10 @@ def adamw_update(*, p: str, g: str, s: str, master: bool, chunk: int) -> Kernel:
     `lr` and `decay` hold one float32 for each parameter group. With `master` the float32 master is the
     parameter and `p` receives its rounded copy. Nothing is written when the skip flag is set.
     """
-    # Float32 is accessed four elements a thread, see ``STORE_QUAD``; all-half states eight.
+    # Float32 is accessed four elements a thread, see ``STORE``; all-half states eight.
     each, shift = (8, 3) if "f32" not in (p, g, s) and not master else (4, 2)
-    loads, stores = (LOAD_VECTOR, STORE_VECTOR) if each == 8 else (LOAD_QUAD, STORE_QUAD)
-    load_p, load_g, load_s, load_f = loads[p], loads[g], loads[s], loads["f32"]
-    store_p, store_s, store_f = stores[p], stores[s], stores["f32"]
+    load_p, load_g, load_s, load_f = LOAD[p, each], LOAD[g, each], LOAD[s, each], LOAD["f32", each]
+    store_p, store_s, store_f = STORE[p, each], STORE[s, each], STORE["f32", each]
     load1_p, load1_g, load1_s, load1_f = LOAD_SCALAR[p], LOAD_SCALAR[g], LOAD_SCALAR[s], LOAD_SCALAR["f32"]
     store1_p, store1_s, store1_f = STORE_SCALAR[p], STORE_SCALAR[s], STORE_SCALAR["f32"]
 

@@ -13,14 +13,15 @@ from collections.abc import Callable
 
 from numba import cuda, float32, int64, uint32
 
+from loongforge_fuse.kernels.source.common import FULL_WARP, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
     EXPAND,
+    LOAD,
     LOAD_RAW,
-    LOAD_VECTOR,
-    STORE_VECTOR,
+    STORE,
+    STORE_SCALAR,
     inverse_root,
 )
-from loongforge_fuse.kernels.source.norm import FULL_WARP, narrow_sum
 
 Kernel = Callable[..., None]
 
@@ -32,7 +33,7 @@ def head_norm_rope_forward(*, x: str, w: str, c: str, width: int, heads_each: in
     group of lanes takes `heads_each` heads of one token, which divides `heads`: their loads are in flight
     together and share cos and sin.
     """
-    load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD_VECTOR[w], LOAD_VECTOR[c], STORE_VECTOR[x]
+    load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD[w, 8], LOAD[c, 8], STORE[x, 8]
     expand = EXPAND[x, 8]
     words = 8 if x == "f32" else 4
     held = words * heads_each
@@ -52,6 +53,9 @@ def head_norm_rope_forward(*, x: str, w: str, c: str, width: int, heads_each: in
         s = cuda.local.array(8, float32)
         for j in range(held):
             raw[j] = uint32(0)
+        for k in range(8):
+            t[k] = float32(0.0)
+            s[k] = float32(0.0)
         if live:
             for j in range(heads_each):
                 load_x(px, (first + j) * lanes + lane, raw, words * j)
@@ -84,22 +88,23 @@ def head_norm_rope_backward(
     """Kernel (x, weight, cos, sin, dy, dx, part, rows, heads, positions, eps); rows < 2^31.
 
     Groups of lanes walk the tokens by the width of the grid, `heads_each` heads at a time; part receives
-    the sums of each group for the weight gradient, float32, (blocks * groups per block, width).
+    the sums of each block for the weight gradient, float32, (blocks, width).
     """
-    load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD_VECTOR[w], LOAD_VECTOR[c], STORE_VECTOR[x]
+    load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD[w, 8], LOAD[c, 8], STORE[x, 8]
     expand = EXPAND[x, 8]
-    store_part = STORE_VECTOR["f32"]
+    store_part = STORE_SCALAR["f32"]
     words = 8 if x == "f32" else 4
     held = words * heads_each
     lanes = width // 8
     half = lanes // 2
     per_block = block // lanes
+    warps = block // 32
+    slots = warps * width if columns else 32
 
     def kernel(px, pw, pc, ps, pd, po, part, rows, heads, positions, eps):
         lane = int64(cuda.threadIdx.x % lanes)
         sub = int64(cuda.threadIdx.x // lanes)
         unit = int64(cuda.blockIdx.x) * per_block + sub
-        line = unit
         stride = int64(cuda.gridDim.x) * per_block
         raw = cuda.local.array(held, uint32)
         raw_d = cuda.local.array(held, uint32)
@@ -153,6 +158,21 @@ def head_norm_rope_backward(
                     store(po, (first + j) * lanes + lane, d, 0)
             unit += stride
         if columns:
-            store_part(part, line * lanes + lane, total, 0)
+            # First the groups of a warp, then the warps of the block: one row of sums leaves the block.
+            scratch = cuda.shared.array(slots, float32)
+            step = lanes
+            while step < 32:
+                for k in range(8):
+                    total[k] += cuda.shfl_xor_sync(FULL_WARP, total[k], step)
+                step *= 2
+            if cuda.threadIdx.x & 31 < lanes:
+                for k in range(8):
+                    scratch[(cuda.threadIdx.x >> 5) * width + 8 * lane + k] = total[k]
+            cuda.syncthreads()
+            if cuda.threadIdx.x < width:
+                value = float32(0.0)
+                for u in range(warps):
+                    value += scratch[u * width + cuda.threadIdx.x]
+                store_part(part, int64(cuda.blockIdx.x) * width + cuda.threadIdx.x, value)
 
     return kernel

@@ -1,0 +1,146 @@
+"""Patch tables, and which kernel gathers or scatters patches of which kind. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from loongforge_fuse.kernels.specs import KernelSpec, Option
+
+TABLE_COLUMNS = 4
+CHANNELS = 3
+PATCHES = (14, 16)  # sides that have kernels
+_ROWS_ARGUMENTS, _BACK_ARGUMENTS = "PPPPqffffff", "PPPPq"
+_WARP = 32
+# Patches that a warp takes together, by side: 3 x 21 or 4 x 24 pairs of bytes fill its lanes.
+_STRIP = {14: 3, 16: 4}
+_STRIP_BLOCK = 128
+
+
+def patch_table(
+    sizes: Sequence[tuple[int, int]], patch: int, *, planar: bool, channels: int = 3, start: int = 0
+) -> Tensor:
+    """Describe every patch of images that lie one after the other in a flat buffer.
+
+    Args:
+        sizes: (H, W) of each image in pixels, multiples of `patch`.
+        patch: side of a patch in pixels.
+        planar: True: images are (C, H, W); False: (H, W, C).
+        channels: channels of every image.
+        start: element at which the first image begins.
+
+    Returns:
+        int64 (P, 4) on the CPU, patches in raster order, image after image: origin, row step, pixel step and
+        channel step in elements. An origin of -1 marks a patch that is left out (a row of zeros).
+
+    Raises:
+        ValueError: a size is not a multiple of `patch`.
+    """
+    blocks, offset = [], start
+    for height, width in sizes:
+        if height % patch or width % patch:
+            message = f"patch_table: image sizes must be multiples of {patch}, got {height} x {width}"
+            raise ValueError(message)
+        row, pixel, channel = (width, 1, height * width) if planar else (width * channels, channels, 1)
+        y = torch.arange(0, height, patch, dtype=torch.int64).view(-1, 1)
+        x = torch.arange(0, width, patch, dtype=torch.int64).view(1, -1)
+        origin = (offset + y * row + x * pixel).reshape(-1, 1)
+        steps = torch.tensor([[row, pixel, channel]], dtype=torch.int64).expand(origin.shape[0], -1)
+        blocks.append(torch.cat((origin, steps), dim=1))
+        offset += height * width * channels
+    return torch.cat(blocks) if blocks else torch.zeros(0, TABLE_COLUMNS, dtype=torch.int64)
+
+
+def padded_length(patch: int, channels: int = CHANNELS) -> int:
+    """Return the row length: patch * patch * channels, rounded up to a multiple of 8 for the tensor cores."""
+    return -(-patch * patch * channels // 8) * 8
+
+
+def _tile_ways(code: str) -> tuple[str, ...]:
+    # Float32 takes twice the shared memory.
+    return ("tiles 8", "tiles 4") if code == "f32" else ("tiles 16", "tiles 8")
+
+
+def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
+    """Return the kernels that gather patches of this kind, the default first; see ``variants``."""
+    if x == "u8" and last and not planar:
+        return ("strips", "runs") if patch % 8 else ("vectors", "strips", "runs")
+    if x == y and planar != last:
+        return _tile_ways(y)
+    return ("rows",)
+
+
+def scatter_ways(g: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
+    """Return the kernels that scatter gradients of this kind, the default first."""
+    return _tile_ways(y) if g == y and planar != last else ("rows",)
+
+
+def tile_of(way: str) -> int:
+    """Return the patches that a block of the way takes, such as 16 for ``"tiles 16"``."""
+    return int(way.split()[1])
+
+
+def _tile_block(y: str, patch: int, tile: int) -> int:
+    words = tile * patch * CHANNELS // (1 if y == "f32" else 2)
+    return -(-words // _WARP) * _WARP
+
+
+def rows_spec(x: str, y: str, patch: int, way: str, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
+    """Return the specification of a gathering kernel; `way` is one of :func:`gather_ways`."""
+    common: dict[str, Option] = {"y": y, "patch": patch, "masked": masked}
+    if way == "strips":
+        options = {**common, "tile": _STRIP[patch]}
+        return KernelSpec(
+            module="patch_bytes", maker="patch_strips", options=options, arguments=_ROWS_ARGUMENTS,
+            block=_STRIP_BLOCK,
+        )  # fmt: skip
+    if way in ("runs", "vectors"):
+        return KernelSpec(
+            module="patch_bytes", maker=f"patch_{way}", options=common, arguments=_ROWS_ARGUMENTS
+        )
+    if way.startswith("tiles"):
+        options = {**common, "channels": CHANNELS, "last": last, "tile": tile_of(way)}
+        return KernelSpec(
+            module="patch_tiles", maker="patch_tiles", options=options, arguments=_ROWS_ARGUMENTS,
+            block=_tile_block(y, patch, tile_of(way)),
+        )  # fmt: skip
+    options = {**common, "channels": CHANNELS, "x": x, "last": last, "planar": planar}
+    return KernelSpec(module="patches", maker="patch_rows", options=options, arguments=_ROWS_ARGUMENTS)
+
+
+def rows_backward_spec(
+    g: str, y: str, patch: int, way: str, *, last: bool, planar: bool, masked: bool, fill: bool
+) -> KernelSpec:
+    """Return the specification of a scattering kernel; `way` is one of :func:`scatter_ways`."""
+    options: dict[str, Option] = {
+        "y": y, "patch": patch, "channels": CHANNELS, "last": last, "masked": masked, "fill": fill,
+    }  # fmt: skip
+    if way.startswith("tiles"):
+        return KernelSpec(
+            module="patch_tiles", maker="patch_tiles_backward", arguments=_BACK_ARGUMENTS,
+            options={**options, "tile": tile_of(way)}, block=_tile_block(y, patch, tile_of(way)),
+        )  # fmt: skip
+    return KernelSpec(
+        module="patches", maker="patch_rows_backward", options={**options, "g": g, "planar": planar},
+        arguments=_BACK_ARGUMENTS, vector=False,
+    )  # fmt: skip
+
+
+def gather_blocks(spec: KernelSpec, patches: int) -> int:
+    """Return the number of blocks of a gathering kernel."""
+    if spec.maker == "patch_tiles":
+        return -(-patches // int(spec.options["tile"]))
+    if spec.maker == "patch_strips":
+        return -(-patches // (int(spec.options["tile"]) * (spec.block // _WARP)))
+    if spec.maker == "patch_vectors":
+        return -(-patches // (spec.block // _WARP))
+    return -(-patches * padded_length(int(spec.options["patch"])) // 8 // spec.block)
+
+
+def scatter_blocks(spec: KernelSpec, patches: int) -> int:
+    """Return the number of blocks of a scattering kernel."""
+    if spec.maker == "patch_tiles_backward":
+        return -(-patches // int(spec.options["tile"]))
+    return -(-patches // (spec.block // _WARP))

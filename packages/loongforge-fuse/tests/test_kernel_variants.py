@@ -1,0 +1,77 @@
+"""Which way of doing a job runs: the default, a forced one, or what a measurement decided."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from loongforge_fuse import Autotuner, TuneConfig, ops
+from loongforge_fuse.__main__ import main
+from loongforge_fuse.kernels.catalog import catalog
+from loongforge_fuse.kernels.simulator.operators import simulated_gpu
+from loongforge_fuse.ops import tuning, variants
+
+
+@pytest.fixture
+def tuner(tmp_path):
+    """A tuner with its own file, forgotten at the end."""
+    yield Autotuner(TuneConfig(path=tmp_path / "tuned.json"), timer=lambda work: work())
+    variants.reload()
+
+
+def decided(tuner: Autotuner, job: str, winner: str, *others: str) -> None:
+    times = {name: (lambda: 2.0) for name in others} | {winner: lambda: 1.0}
+    assert tuner.decide(variants.PREFIX + job, times).winner == winner
+
+
+def test_the_first_way_is_the_default_and_forcing_ends_with_its_context():
+    ways = ("a", "b", "c")
+    assert variants.chosen("some job", ways) == "a"
+    with variants.forced("some job", "b"):
+        assert variants.chosen("some job", ways) == "b"
+        with variants.forced("some job", "c"):
+            assert variants.chosen("some job", ways) == "c"
+        assert variants.chosen("some job", ways) == "b"
+        assert variants.chosen("another", ways) == "a"
+    assert variants.chosen("some job", ways) == "a"
+
+
+def test_a_decision_is_used_until_it_names_a_way_that_is_gone(tuner):
+    decided(tuner, "some job", "b", "a")
+    variants.reload(tuner)
+    assert variants.chosen("some job", ("a", "b")) == "b"
+    assert variants.chosen("some job", ("a", "c")) == "a"
+
+
+def test_a_decision_reaches_the_operators_launch(tuner):
+    x, key = torch.randn(3000).to(torch.bfloat16), torch.tensor([1, 2])
+    with simulated_gpu() as launched:
+        ops.gelu_tanh(x, p=0.1, key=key)
+        decided(tuner, "gelu_dropout", "2", "1")
+        variants.reload(tuner)
+        ops.gelu_tanh(x, p=0.1, key=key)
+    assert [spec.options["each"] for spec in launched] == [1, 2]
+
+
+def test_jobs_offer_real_choices_whose_kernels_are_built_ahead():
+    jobs = tuning.jobs()
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names)
+    assert all(len(set(job.ways)) == len(job.ways) > 1 for job in jobs)
+    assert {"gelu_dropout", "masked_unfold u8 bf16 14 last woven", "norm 2048 residual small"} <= set(names)
+    shipped, tuned = ({s.name for s in catalog(f)} for f in (None, "tuning"))
+    assert len(tuned - shipped) > 50
+
+
+def test_known_decisions_are_not_measured_again(tuner):
+    job = tuning.Job(name="x", ways=("a", "b"), make=lambda: pytest.fail("measured"), size=1)
+    decided(tuner, "x", "b", "a")
+    assert tuning.tune(tuner, [job])["x"].winner == "b"
+    assert json.loads(tuner.path.read_text())["decisions"][variants.PREFIX + "x"]["winner"] == "b"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_tuning_without_a_gpu_says_so(capsys):
+    assert main(["kernels", "tune"]) == 1
+    assert "there is none here" in capsys.readouterr().out
