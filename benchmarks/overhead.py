@@ -2,12 +2,12 @@
 
 Records: the step of the recipe gr00t_n1_6_tiny (on the GPU where there is one) over batches made
 beforehand, in short blocks with and without records, in the order A B B A; each pair of neighbours gives
-one ratio. The direct cost in microseconds is taken the same way on a step so small that hardly anything
-else is left of it.
+one ratio, of processor time on the CPU and of the wall clock on a GPU. The direct cost in microseconds is
+taken the same way on a step so small that hardly anything else is left of it.
 
 Clients: two ranks under torchrun train; a client attaches to the ranks in turn (status, then a profile),
 detaches, and lets as much time pass, 50 times. Steps that lie wholly inside a span are compared with those
-of its neighbour.
+of its neighbour, and so is the processor time that both ranks used.
 
 Figures: record_overhead (share of the step), record_cost_us, attach_overhead (share by which a step is
 longer while a client is attached), attaches; each overhead with its 95 % interval (bootstrap over pairs)
@@ -16,6 +16,7 @@ beside it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import random
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,7 +40,7 @@ from loongforge.config import CheckpointConfig, TrainConfig
 from loongforge.control.client import ask
 from loongforge.control.paths import socket_of
 from loongforge.errors import ControlError
-from loongforge.ranks import Ranks, choose_device
+from loongforge.ranks import Ranks, choose_device, join
 from loongforge.recipes import get_recipe
 from loongforge.records import read_metrics
 from loongforge.session import Session, build_parts
@@ -47,7 +49,10 @@ from loongforge.testing import ToyData, ToyModel
 from loongforge.testing import collate as collate_toy
 from torch import nn
 
-Span = tuple[float, float]
+Rows = list[dict[str, object]]
+Figures = dict[str, float | int | str | None]
+Cost = tuple[float, float]
+"""Milliseconds per step: wall clock, processor time."""
 
 
 class NoClock(StepClock):
@@ -64,24 +69,13 @@ class NoClock(StepClock):
     host_phase = phase
 
 
-class NoRecorder:
-    """A recorder that drops everything."""
-
-    listeners: list[object] = []  # noqa: RUF012
-
-    def submit(self, pending: object) -> None:
-        """Drop the step."""
-
-    def note_checkpoint(self, ms: float) -> None:
-        """Drop the time."""
-
-
 def data_set(folder: Path) -> Path:
-    """Write a small data set of robot video."""
+    """Write a small data set of robot video, once."""
     from loongforge_data.synthetic import write_dataset
 
     target = folder / "data"
-    write_dataset(target, episodes=2, frames=40, cameras=2, size=(96, 128), codec="h264", seed=0, fps=30)
+    if not target.exists():
+        write_dataset(target, episodes=2, frames=40, cameras=2, size=(96, 128), codec="h264", seed=0, fps=30)
     return target
 
 
@@ -123,36 +117,45 @@ def open_session(run: Path, model: nn.Module, ready: list[object], device: torch
     return session
 
 
-def timed(session: Session, steps: int, device: torch.device) -> float:
-    """Return milliseconds per step of a block."""
+def timed(session: Session, steps: int, device: torch.device) -> Cost:
+    """Return milliseconds per step of a block: wall clock, and processor time of this thread."""
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.thread_time()
     for _ in range(steps):
         session.engine.run_step()
         session.watchdog.beat(session.engine.at.step)
         session._at_border()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / steps
+    return 1e3 * (time.perf_counter() - began) / steps, 1e3 * (time.thread_time() - used) / steps
+
+
+def drop(*_: object, **__: object) -> None:
+    """Record nothing: no counting of samples, no counters of the pillars, no record, no sinks."""
 
 
 def with_and_without(
     session: Session, device: torch.device, *, pairs: int, steps: int
-) -> list[tuple[float, float]]:
-    """Return (with records, without) milliseconds per step of neighbouring blocks, in the order A B B A."""
-    recorder = session.parts.recorder
+) -> list[tuple[Cost, Cost]]:
+    """Return the cost (with records, without) of neighbouring blocks, in the order A B B A."""
+    record = session.engine._record
     timed(session, steps, device)
     found = []
     for number in range(pairs):
         block = {}
         for bare in (True, False) if number % 2 else (False, True):
-            session.parts.recorder = NoRecorder() if bare else recorder
+            session.engine._record = drop if bare else record
             session.engine.new_clock = NoClock if bare else StepClock
             block[bare] = timed(session, steps, device)
         found.append((block[False], block[True]))
-    session.parts.recorder, session.engine.new_clock = recorder, StepClock
+    session.engine._record, session.engine.new_clock = record, StepClock
     return found
+
+
+def one_clock(pairs: Sequence[tuple[Cost, Cost]], which: int) -> list[tuple[float, float]]:
+    """Return the pairs by wall clock (0) or by processor time (1)."""
+    return [(with_records[which], without[which]) for with_records, without in pairs]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -162,18 +165,29 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return medians[50], medians[1949]
 
 
+def worker(folder: Path) -> None:
+    """Train one of two ranks until SIGTERM; torchrun starts it."""
+    torch.set_num_threads(1)
+    ranks = join("cuda" if torch.cuda.device_count() > 1 else "cpu")
+    model, ready, _ = recipe_batches(folder, 8)
+    config = TrainConfig(
+        output=str(folder / "two"),
+        steps=10**6,
+        schedule="constant",
+        log_interval=10**9,
+        probe_interval=0,
+        checkpoint=CheckpointConfig(every=0),
+    )
+    Session(config, build_parts(config, model, BatchSource(ready), ranks)).train()
+    ranks.close()
+
+
 @contextmanager
 def two_ranks(folder: Path) -> Iterator[Path]:
     """Train on two ranks under torchrun (Gloo on the CPU, NCCL on two GPUs); yields the run directory."""
-    run = folder / "two"
-    device = "cuda" if torch.cuda.device_count() > 1 else "cpu"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "loongforge", "train", "--dataset", str(data_set(folder)), "--recipe", "gr00t_n1_6_tiny",
-        "--steps", "1000000", "--output", str(run), "--workers", "0", "--device", device,
-        "--checkpoint-every", "0", "--set", "probe_interval=0", "--set", "log_interval=1000000",
-    ]  # fmt: skip
-    log = (folder / "two.log").open("w")
+    run, log = folder / "two", (folder / "two.log").open("w")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, __file__, "--worker", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
@@ -192,33 +206,55 @@ def two_ranks(folder: Path) -> Iterator[Path]:
         log.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of time, and the processor time both ranks used in it, seconds."""
+
+    began: float
+    ended: float
+    processor: float
+
+
+def processor_time(pids: Sequence[int]) -> float:
+    """Return the seconds of processor time that processes have used."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def attach(run: Path, *, rounds: int, span_s: float) -> list[tuple[Span, Span]]:
     """Attach and detach ``rounds`` times, in the order A B B A; returns the spans (attached, alone)."""
     sockets = [socket_of(run=run, rank=rank) for rank in (0, 1)]
+    pids = [int(str(ask(path, "status")["pid"])) for path in sockets]
     spans = []
     for number in range(rounds):
         pair = {}
         for attached in (True, False) if number % 2 else (False, True):
-            began = time.time()
+            began, used = time.time(), processor_time(pids)
             if attached:
                 ask(sockets[number % 4 // 2], "status")
                 with contextlib.suppress(ControlError):  # no step may have ended in so short a time
                     ask(sockets[number % 4 // 2], "profile", duration_s=span_s, timeout_s=60)
             else:
                 time.sleep(span_s)
-            pair[attached] = (began, time.time())
+            pair[attached] = Span(began=began, ended=time.time(), processor=processor_time(pids) - used)
         spans.append((pair[True], pair[False]))
     return spans
 
 
-def step_in(span: Span, steps: Sequence[tuple[float, float]]) -> float | None:
-    """Return the median time of the steps that lie inside a span."""
-    inside = [ms for ended, ms in steps if span[0] <= ended - 1e-3 * ms and ended <= span[1]]
-    return statistics.median(inside) if inside else None
+def step_in(span: Span, steps: Sequence[tuple[float, float]]) -> Cost | None:
+    """Return (median time, processor time of both ranks) of a step that lies inside a span, milliseconds."""
+    inside = [ms for ended, ms in steps if span.began <= ended - 1e-3 * ms and ended <= span.ended]
+    if not inside:
+        return None
+    median = statistics.median(inside)
+    return median, span.processor / (span.ended - span.began) * statistics.mean(inside)
 
 
-def attach_pairs(folder: Path, *, quick: bool) -> list[tuple[float, float]]:
-    """Return (attached, alone) milliseconds per step of each round."""
+def attach_pairs(folder: Path, *, quick: bool) -> list[tuple[Cost, Cost]]:
+    """Return the cost of a step (attached, alone) of each round."""
     with two_ranks(folder) as run:
         spans = attach(run, rounds=10 if quick else 50, span_s=0.8)
         steps = [(float(r["time_unix"]), float(r["step_ms"])) for r in read_metrics(run, rank=0)]  # type: ignore[arg-type]
@@ -226,7 +262,7 @@ def attach_pairs(folder: Path, *, quick: bool) -> list[tuple[float, float]]:
     return [(a, b) for a, b in found if a is not None and b is not None]
 
 
-def share_rows(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[dict[str, object], dict[str, float]]:
+def share_rows(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[dict[str, object], Figures]:
     """Return the row and the figures of one overhead."""
     ratios = [a / b - 1 for a, b in pairs]
     low, high = interval(ratios)
@@ -238,48 +274,84 @@ def share_rows(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[dict[st
         "overhead": spread(ratios),
         "interval": f"[{low:.4f}, {high:.4f}]",
     }
-    figures = {f"{name}_overhead": statistics.median(ratios), f"{name}_low": low, f"{name}_high": high}
+    figures: Figures = {
+        f"{name}_overhead": statistics.median(ratios),
+        f"{name}_low": low,
+        f"{name}_high": high,
+    }
     return row, figures
+
+
+def measure_records(folder: Path, device: torch.device, *, quick: bool) -> tuple[Rows, Figures]:
+    """Return rows and figures of what records cost."""
+    # On the CPU records cost processor time and nothing else, and that does not see what else runs here.
+    clock = 1 if device.type == "cpu" else 0
+    model, ready, what = recipe_batches(folder, 8)
+    session = open_session(folder / "run", model, ready, device)
+    costs = with_and_without(session, device, pairs=12 if quick else 60, steps=6)
+    session.close()
+    row, figures = share_rows("record", one_clock(costs, clock))
+    rows: Rows = [{**row, "model": what, "clock": ("wall", "processor time")[clock]}]
+    if clock:
+        wall, _ = share_rows("record, wall clock", one_clock(costs, 0))
+        rows.append({**wall, "model": what, "clock": "wall"})
+    step_ms = statistics.median(without for _, without in one_clock(costs, 0))
+
+    model, ready = toy_batches(8, hidden=1)
+    session = open_session(folder / "direct", model, ready, device)
+    costs = with_and_without(session, device, pairs=10 if quick else 40, steps=100)
+    session.close()
+    direct = [1e3 * (a - b) for a, b in one_clock(costs, clock)]
+    rows.append({"what": "records on an empty step, us", "pairs": len(costs), "overhead": spread(direct)})
+    cost = statistics.median(direct)
+    return rows, {
+        **figures,
+        "record_cost_us": cost,
+        "record_cost_share": cost / 1e3 / step_ms,
+        "step_ms": step_ms,
+    }
+
+
+def measure_clients(folder: Path, *, quick: bool) -> tuple[Rows, Figures]:
+    """Return rows and figures of what clients of a live run cost."""
+    pairs = attach_pairs(folder, quick=quick)
+    wall, figures = share_rows("attach", one_clock(pairs, 0))
+    processor, found = share_rows("attach_processor", one_clock(pairs, 1))
+    rows: Rows = [{**wall, "clock": "wall"}, {**processor, "clock": "processor time of both ranks"}]
+    name = "attach_processor_overhead"
+    return rows, {**figures, name: found[name], "attaches": len(pairs)}
 
 
 def main() -> None:
     """Measure both overheads; a part that fails leaves its error in the notes."""
-    arguments = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+    if arguments.worker is not None:
+        worker(arguments.worker)
+        return
     device = choose_device("auto")
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="loongforge_overhead_"))
-    rows: list[dict[str, object]] = []
-    figures: dict[str, float | int | str | None] = {"record_overhead": None, "attach_overhead": None}
+    rows: Rows = []
+    figures: Figures = {"record_overhead": None, "attach_overhead": None, "device": str(device)}
     notes = [f"cores: {len(os.sched_getaffinity(0))}; the ranks of the second part fill two"]
-
-    model, ready, what = recipe_batches(folder, 8)
-    session = open_session(folder / "run", model, ready, device)
-    pairs = with_and_without(session, device, pairs=12 if arguments.quick else 60, steps=6)
-    session.close()
-    row, found = share_rows("record", pairs)
-    rows.append({**row, "model": what})
-    step_ms = statistics.median(without for _, without in pairs)
-    figures |= {**found, "step_ms": step_ms, "device": str(device)}
-
-    model, ready = toy_batches(8, hidden=1)
-    session = open_session(folder / "direct", model, ready, device)
-    pairs = with_and_without(session, device, pairs=10 if arguments.quick else 40, steps=100)
-    session.close()
-    costs = [1e3 * (a - b) for a, b in pairs]
-    rows.append({"what": "records on an empty step, us", "pairs": len(pairs), "overhead": spread(costs)})
-    figures["record_cost_us"] = statistics.median(costs)
-    figures["record_cost_share"] = statistics.median(costs) / 1e3 / step_ms
-
-    try:
-        pairs = attach_pairs(folder, quick=arguments.quick)
-        row, found = share_rows("attach", pairs)
-        rows.append(row)
-        figures |= {**found, "attaches": len(pairs)}
-    except (RuntimeError, OSError, ImportError, ControlError) as error:
-        notes.append(f"two ranks under torchrun did not run: {type(error).__name__}: {str(error)[-500:]}")
-    finish(
-        result("overhead", rows=rows, figures=figures, repetitions=len(pairs), notes=notes), arguments.json
+    parts = (
+        lambda: measure_records(folder, device, quick=arguments.quick),
+        lambda: measure_clients(folder, quick=arguments.quick),
     )
+    for part in parts:
+        try:
+            more, found = part()
+        except (RuntimeError, OSError, ImportError, ControlError) as error:
+            notes.append(f"not measured: {type(error).__name__}: {str(error)[-500:]}")
+            continue
+        rows += more
+        figures |= found
+    outcome = result(
+        "overhead", rows=rows, figures=figures, repetitions=10 if arguments.quick else 50, notes=notes
+    )
+    finish(outcome, arguments.json)
 
 
 if __name__ == "__main__":

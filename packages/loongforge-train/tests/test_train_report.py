@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from loongforge.cli import run
-from loongforge.errors import ConfigError
+import torch
+from loongforge.cli import MEMORY_HINT, explain, run
+from loongforge.report import chart
 from loongforge.report.bottleneck import diagnose
 from loongforge.report.compare import compare
 from loongforge.report.html import page
@@ -98,6 +99,46 @@ def test_the_page_is_self_contained_and_has_its_charts() -> None:
     assert text.count("<rect") < 8 * 320 + 400, "long runs are thinned out"
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 7.3, [0, 2, 4, 6, 8]),
+        (0.0, 0.003, [0, 0.001, 0.002, 0.003]),
+        (1.02, 1.58, [1.0, 1.2, 1.4, 1.6]),
+        (5.0, 5.0, [2.0, 4.0, 6.0, 8.0]),
+        (0.0, 0.0, [-0.5, 0.0, 0.5]),
+        (-3e9, 4e9, [-4e9, -2e9, 0, 2e9, 4e9]),
+    ],
+)
+def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expected: list[float]) -> None:
+    found = chart.ticks(low, high)
+    assert found == pytest.approx(expected)
+    assert found[0] <= low <= high <= found[-1]
+
+
+def test_labels_at_the_axis_are_short_in_any_range() -> None:
+    assert [chart.milliseconds(v) for v in (0, 0.25, 300, 999, 1000, 4000, 2.5e5)] == [
+        "0 ms", "0.25 ms", "300 ms", "999 ms", "1 s", "4 s", "250 s",
+    ]  # fmt: skip
+    assert [chart.memory(v) for v in (0, 1024, 3 * 2**20, 1.5 * 2**30)] == [
+        "0 B",
+        "1 KiB",
+        "3 MiB",
+        "1.5 GiB",
+    ]
+    assert [chart.plain(v) for v in (0.125, 80, 12_500, 3e9)] == ["0.125", "80", "12.5k", "3G"]
+
+
+def test_labels_stay_inside_the_picture_for_slow_steps() -> None:
+    rows = records(step_ms=4321.0, forward_ms=4231.0, samples=1, mem_peak_bytes=7 * 2**30)
+    text = page(diagnose(rows), rows, title="slow")
+    labels = re.findall(r'<text x="(\d+)" y="[\d.]+" text-anchor="end">([^<]*)</text>', text)
+    assert labels
+    for place, label in labels:
+        assert 7 * len(label) <= int(place), f"{label!r} would begin left of the picture"
+    assert "e+" not in text
+
+
 def test_a_comparison_says_how_far_losses_differ() -> None:
     other = records()
     other[7]["loss"] = 1.25
@@ -142,6 +183,35 @@ def test_exit_codes_and_streams_of_wrong_commands(tmp_path: Path, capsys: pytest
     assert "must divide" in capsys.readouterr().err
 
 
+def test_errors_of_others_become_one_line_with_a_hint_and_a_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--steps", "3", "--output", str(tmp_path / "run")]
+    assert run(["train", "--dataset", str(tmp_path / "none"), *output]) == 66
+    err = capsys.readouterr().err
+    assert "error: data set directory does not exist" in err
+    assert "hint: `loongforge-data validate DIR`" in err
+    assert "Traceback" not in err
+    assert run(["train", "--dataset", "x", "--device", "cuda:one", *output]) == 2
+    capsys.readouterr()
+    assert explain(OSError(28, "No space left on device")) == (74, explain(OSError(27, "too large"))[1])  # type: ignore[index]
+    assert explain(PermissionError(13, "Permission denied", "/root/x")) is not None
+    assert explain(OSError(104, "Connection reset by peer")) is None, (
+        "not about a file: show where it is from"
+    )
+    assert explain(ValueError("a bug")) is None
+    assert explain(torch.OutOfMemoryError("CUDA out of memory")) == (1, MEMORY_HINT)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    target = write(tmp_path / "run", records())
+    assert run(["report", str(target), "--html", str(tmp_path / "file" / "report.html")]) == 74
+    err = capsys.readouterr().err
+    assert str(tmp_path / "file" / "report.html") in err
+    assert "hint: check the path" in err
+
+
 def test_print_config_merges_recipe_file_flags_and_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,28 +246,3 @@ def test_doctor_reports_and_bad_data_is_bad(tmp_path: Path, capsys: pytest.Captu
         assert name in text
     assert run(["doctor", "--dataset", str(tmp_path / "none"), "--output", str(tmp_path)]) == 1
     assert "loongforge-data validate" in capsys.readouterr().out
-
-
-def test_an_unknown_sink_or_a_missing_extra_names_the_way_out(tmp_path: Path) -> None:
-    from loongforge.errors import MissingPillarError, require
-    from loongforge.sinks import build_sink
-
-    with pytest.raises(ConfigError, match="allowed are tensorboard, wandb, prometheus"):
-        build_sink("paper", tmp_path, 0, {})
-    with pytest.raises(MissingPillarError, match=r"pip install loongforge-nothing`, or leave it"):
-        require("loongforge_nothing", "loongforge-nothing", "leave it")
-
-
-def test_prometheus_serves_the_last_step(tmp_path: Path) -> None:
-    pytest.importorskip("prometheus_client")
-    from urllib.request import urlopen
-
-    from loongforge.records import StepRecord
-    from loongforge.sinks.prometheus import PrometheusSink
-
-    sink = PrometheusSink(rank=1, port=0)
-    sink.write(StepRecord(step=3, epoch=0, rank=1, time_unix=0.0, loss=0.5))
-    with urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    sink.close()
-    assert 'loongforge_loss{rank="1"} 0.5' in text

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from loongforge.parallel.sharded import local, split_like
+from loongforge.parallel.tensors import local, split_like
 
 
 class WeightAverage:

@@ -212,7 +212,11 @@ def choose_device(device: str) -> torch.device:
     if not torch.cuda.is_available():
         msg = f"device is {device!r} but torch sees no CUDA device: use --device cpu, or check the driver"
         raise ConfigError(msg)
-    index = int(device.split(":", 1)[1]) if ":" in device else int(os.environ.get("LOCAL_RANK", "0"))
+    number = device.partition(":")[2]
+    if device not in {"auto", "cuda"} and not number.isdecimal():
+        msg = f"device is {device!r}: allowed are auto, cpu, cuda, cuda:N"
+        raise ConfigError(msg)
+    index = int(number) if number else int(os.environ.get("LOCAL_RANK", "0"))
     if index >= torch.cuda.device_count():
         message = (
             f"device cuda:{index} does not exist: torch sees {torch.cuda.device_count()}; "

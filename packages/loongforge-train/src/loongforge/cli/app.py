@@ -10,7 +10,11 @@ from loongforge.cli import verify as verify_command
 from loongforge.evaluation import command as evaluation_command
 
 app = typer.Typer(
-    name="loongforge", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+    name="loongforge",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="markdown",
 )
 
 

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Optimizer
 
 from loongforge.config import TrainConfig
 from loongforge.errors import CheckpointError, ConfigError, require
 from loongforge.optim import build_optimizer, load_named_state, named_state, optimizer_settings
 from loongforge.parallel.protocol import Groups
+from loongforge.parallel.tensors import clip_gradients
 from loongforge.pillars import numeric
 from loongforge.ranks import Ranks
 
@@ -43,13 +42,7 @@ class Single:
 
     def clip(self, limit: float | None) -> Tensor:
         """Return the global gradient norm and scale gradients down to ``limit``."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if not gradients:
-            return torch.zeros((), device=self.ranks.device)
-        norm = get_total_norm(gradients)
-        if limit is not None:
-            clip_grads_with_norm_(self.model.parameters(), limit, norm)
-        return norm
+        return clip_gradients(self.model, limit, self.ranks.device)
 
     def stats(self) -> dict[str, float]:
         """Return the communication counters."""

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from loongforge.config import TrainConfig
 from loongforge.errors import ConfigError
 from loongforge.optim import build_optimizer
 from loongforge.parallel.protocol import Groups
+from loongforge.parallel.tensors import clip_gradients, whole
 from loongforge.ranks import Ranks
 
 
@@ -63,14 +63,7 @@ class Sharded:
 
     def clip(self, limit: float | None) -> Tensor:
         """Return the global norm over all shards and scale gradients down to ``limit``."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if not gradients:
-            return torch.zeros((), device=self.ranks.device)
-        norm = get_total_norm(gradients)
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if limit is not None:
-            clip_grads_with_norm_(self.model.parameters(), limit, whole)
-        return whole
+        return clip_gradients(self.model, limit, self.ranks.device)
 
     def stats(self) -> dict[str, float]:
         """Return nothing: FSDP2 keeps no counters."""
@@ -144,28 +137,6 @@ class Sharded:
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-def whole(value: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor (a collective); any other tensor as it is."""
-    full = getattr(value, "full_tensor", None)
-    return full() if callable(full) else value
-
-
-def local(value: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, sharing its memory; any other tensor as it is."""
-    own = getattr(value, "to_local", None)
-    return own() if callable(own) else value
-
-
-def split_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return ``value`` (whole, and equal on all ranks) split as the DTensor ``like`` is; sends nothing."""
-    mesh, placements = getattr(like, "device_mesh", None), getattr(like, "placements", None)
-    if mesh is None:
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

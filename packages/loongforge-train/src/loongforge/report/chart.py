@@ -129,7 +129,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 def milliseconds(value: float) -> str:
     """Return a time as text: milliseconds, or seconds from one second on."""
-    return f"{value / 1e3:g} s" if abs(value) >= 1e3 else f"{value:.3g} ms"
+    return f"{value / 1e3:.3g} s" if abs(value) >= 1e3 else f"{value:.3g} ms"
 
 
 def memory(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -30,7 +31,8 @@ h2{font-size:1.05rem;margin:2.2rem 0 .5rem}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 td,th{text-align:left;padding:.4rem .6rem;border-bottom:1px solid var(--line);vertical-align:top}
 th{color:var(--soft);font-weight:500}
-td:nth-child(2){white-space:nowrap}
+td:nth-child(-n+2){white-space:nowrap}
+code{font:inherit;white-space:nowrap}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;font-size:.9rem;margin:.3rem 0 .6rem}
 .legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}
 svg{width:100%;height:auto;display:block}
@@ -103,7 +105,7 @@ def _facts(diagnosis: Diagnosis) -> str:
 def _verdict(diagnosis: Diagnosis) -> str:
     first = diagnosis.bottleneck
     rows = (("evidence", first.evidence), ("change", first.setting), ("gain", first.gain))
-    entries = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in rows)
+    entries = "".join(f"<dt>{name}</dt><dd>{_prose(text)}</dd>" for name, text in rows)
     verdict = f"<b>Bottleneck: {first.name}</b>, {first.share:.0%} of the step"
     return f'<div class="verdict">{verdict}<dl>{entries}</dl></div>'
 
@@ -117,10 +119,15 @@ def _legend(phases: Mapping[str, float]) -> str:
     return f'<p class="legend">{"".join(entries)}</p>'
 
 
+def _prose(text: str) -> str:
+    """Return text as HTML in which no option is broken over two lines."""
+    return re.sub(r"(--[a-z][a-z-]*)", r"<code>\1</code>", html.escape(text))
+
+
 def _causes(diagnosis: Diagnosis) -> str:
     rows = [
         f"<tr{' class=first' if position == 0 else ''}><td>{f.name}</td><td>{f.share:.0%}</td>"
-        f"<td>{html.escape(f.evidence)}</td><td>{html.escape(f.setting)}</td><td>{html.escape(f.gain)}</td></tr>"
+        f"<td>{_prose(f.evidence)}</td><td>{_prose(f.setting)}</td><td>{_prose(f.gain)}</td></tr>"
         for position, f in enumerate(diagnosis.findings)
     ]
     head = "<tr><th>cause</th><th>share</th><th>evidence</th><th>change</th><th>gain</th></tr>"
