@@ -72,8 +72,9 @@ def section_full(part: Part, options: argparse.Namespace) -> None:
         return
     repeat = 3 if small else 5 if options.quick else 8
     part("correctness", lambda: full_correctness(*made[0], steps=2 if small else 5))
-    part("accumulation_1", lambda: speed(*made[0], 1, repeat))
-    part("accumulation_4", lambda: speed(*made[0], 4, max(4, repeat // 2)))
+    passes = 1 if small else 2
+    part("accumulation_1", lambda: speed(*made[0], 1, repeat, passes=passes))
+    part("accumulation_4", lambda: speed(*made[0], 4, max(passes, repeat // 2), passes=passes))
 
 
 def section_fault(part: Part, options: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """Dead, stopped, slow and absent ranks: the error names rank, bucket, group and time within the limit."""
 
+import logging
 import os
 import signal
 import time
@@ -67,6 +68,36 @@ def test_a_slow_rank_is_waited_for_within_the_limit() -> None:
     assert [r["error"] for r in results if r is not None] == [None] * 3
     assert results[0] is not None
     assert results[0]["took"] > 2.0
+
+
+def stopped_beside_stock_ddp(rank: int, world_size: int) -> str:
+    """Rank 1 stops; stock DDP on rank 0 waits in C++, but the log and the step border know who it is."""
+    lines: list[str] = []
+    logging.getLogger("loongforge_comm").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    model = tanh_mlp()
+    config = SchedulerConfig(
+        mode="plan-only", heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0, timeout_s=4.0, warmup_steps=0
+    )
+    scheduler = GradientScheduler(model, config=config, link=LinkModel.from_alpha_beta(0.01, 1.0))
+    for step in range(3):
+        scheduler.module(seeded_batch(rank, step)).sum().backward()
+        scheduler.step_end(step)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(RuntimeError):
+        scheduler.module(seeded_batch(rank, 3)).sum().backward()
+    with pytest.raises(RankFailureError) as caught:
+        scheduler.step_end(3)
+    assert caught.value.ranks == (1,)
+    return "\n".join(lines)
+
+
+def test_a_stopped_rank_beside_stock_ddp_is_named_in_the_log_and_at_the_step_border() -> None:
+    text = run_ranks(stopped_beside_stock_ddp, 2, timeout_s=60.0, allow_dead=(1,))[0]
+    assert text is not None
+    assert "a bucket of stock DDP" in text
+    assert "rank 1 (silent for" in text
 
 
 def absent(rank: int, world_size: int) -> str:

@@ -274,11 +274,12 @@ class GradientScheduler(RankCalls):
             return
         self._steps += 1
         label = self._steps if step is None else step
-        if self.config.mode == "plan-only":
-            if self._stock_times is not None:
-                self._stock_times.flush()
-        else:
-            self._plan_border(label)
+        self._team.waiter.check()
+        self._team.at_step(label)
+        if self.config.mode != "plan-only":
+            self._plan_border()
+        elif self._stock_times is not None:
+            self._stock_times.flush()
         every = self.config.heartbeat_every
         if every and self._steps % every == 0:
             self._reporting.exchange_times(self.plan, self._team.agreement)
@@ -287,7 +288,7 @@ class GradientScheduler(RankCalls):
         if self._reporting.due:
             self._reporting.write(label, self.stats())
 
-    def _plan_border(self, label: int) -> None:
+    def _plan_border(self) -> None:
         reducer = self._ready_reducer()
         if reducer.armed:
             msg = (
@@ -296,8 +297,6 @@ class GradientScheduler(RankCalls):
                 "forward was not called directly. Call the model itself, or use_reentrant=False"
             )
             raise RuntimeError(msg)
-        self._team.waiter.check()
-        self._team.at_step(label)
         due = self._planning.rebuild_due(reducer.plan, self._steps)
         if reducer.take_request() or due:
             self._border(due=due)

@@ -33,6 +33,7 @@ class Team:
         """Agree on the settings, then make the groups (collective over the ranks)."""
         self.ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.rank = dist.get_rank()
+        self._stock = config.mode == "plan-only"
         label = str(_instances[self.ranks])  # all ranks of the group have made equally many before
         _instances[self.ranks] += 1
         self.agreement = Agreement(
@@ -64,9 +65,13 @@ class Team:
         return self.rank == self.ranks[0]
 
     def _silent(self, ranks: tuple[int, ...]) -> None:
-        """Runs in the heartbeat thread. A host that waits in a device call can only be freed from here."""
-        if not self.waiter.on_device or self.liveness is None:
-            return  # on CPU the waiting thread itself sees the heartbeats
+        """Runs in the heartbeat thread. A host that waits in a device call can only be freed from here.
+
+        On CPU the waiting thread itself sees the heartbeats, unless stock DDP waits: then this names the rank
+        in the log, and the next step border (or the group's own time limit) ends the run.
+        """
+        if self.liveness is None or not (self.waiter.on_device or self._stock):
+            return
         LOG.error("%s", self.waiter.message("a rank is silent", ranks, 0.0))
         self.waiter.lost = ranks
         self.channels.abort_device_groups()

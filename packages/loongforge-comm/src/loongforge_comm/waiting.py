@@ -61,7 +61,7 @@ class BucketWaiter:
     def message(self, what: str, ranks: tuple[int, ...], elapsed_s: float) -> str:
         """The sentence with step, bucket, group, time and ranks."""
         bucket = self.plan.buckets[self._index] if self.plan is not None else None
-        where = f"bucket {self._index}"
+        where = f"bucket {self._index}" if bucket is not None else "a bucket of stock DDP"
         if bucket is not None:
             first = bucket.pieces[0].name if bucket.pieces else "-"
             where += (
