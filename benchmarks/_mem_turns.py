@@ -2,7 +2,9 @@
 
 A host-bound step follows the clock and the load of the machine, which change by tens of per cent within a
 minute. So every column is a process that stays resident, and the columns take turns of a few steps, over and
-over; figures are ratios within one round. Two kinds of step: one batch of 16, and four micro-batches of 4.
+over; figures are ratios within one round. A process also has luck of its own (where its memory and code lie),
+which lasts as long as it lives and is as large as what is measured: so all columns are started afresh several
+times, and the generations count alike. Two kinds of step: one batch of 16, and four micro-batches of 4.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from typing import Any
 GIB = 1 << 30
 KINDS = {"step": (1, 16), "step44": (4, 4)}
 REPORTED = (
-    "step_source", "planned_hit_rate", "step_allocations", "step_survivors", "step_device_calls",
+    "step_source", "placement", "placement_reason", "planned_hit_rate", "step_allocations", "step_survivors",
+    "step_device_calls",
 )  # fmt: skip
 COUNTED = (
     "alloc.p50_ns", "alloc.p99_ns", "alloc.p999_ns", "alloc.within_10us", "free.p99_ns", "plans",
-    "plan_bytes", "stream_transfers", "deferred_frees", "dissolved_plans", "resyncs", "unknown_frees",
+    "plan_bytes", "placement", "placement_reason", "stream_transfers", "deferred_frees", "dissolved_plans",
+    "resyncs", "unknown_frees",
     "misses.larger", "misses.busy", "misses.beyond_end", "misses.unplanned", "misses.extra",
     "persistent_bytes.current", "migratable_bytes.current", "ephemeral_bytes.peak",
 )  # fmt: skip
@@ -103,65 +107,96 @@ def measure(
     columns: list[str],
     *,
     environment: Callable[[str], dict[str, str]],
-    rounds: dict[str, int],
+    generations: list[dict[str, int]],
     end: float,
     rehearse: bool,
 ) -> list[dict[str, Any]]:
-    """Run the turns; returns one row per column and kind."""
+    """Run the turns: for every generation the rounds of each kind; returns one row per column and kind."""
     cores = idle_cores(4)
-    running = [
-        Column(script, {"section": "turns", "column": c, "rehearse": rehearse}, environment(c), cores)
-        for c in columns
-    ]
-    failed: dict[str, str] = {}
-    rows: list[dict[str, Any]] = []
-    try:
-        for column in running:
-            answer = column.ask("", 120)
-            if "error" in answer:
-                failed[column.name] = answer["error"]
-        for kind, count in rounds.items():
-            rows += _rounds([c for c in running if c.name not in failed], kind, count, end)
-    finally:
-        for column in running:
-            column.stop()
-    rows += [{"section": "step", "column": name, "error": text} for name, text in failed.items()]
-    return rows
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, rounds in enumerate(generations):
+        if number and time.monotonic() > end:
+            break
+        last = number + 1 == len(generations)
+        # Another order of starting and of turns, so that no column always follows the same one.
+        order = columns[number % len(columns) :] + columns[: number % len(columns)]
+        running = [
+            Column(script, {"section": "turns", "column": c, "rehearse": rehearse}, environment(c), cores)
+            for c in order
+        ]
+        try:
+            _generation(running, rounds, end, rows, last=last)
+        finally:
+            for column in running:
+                column.stop()
+    return [_summary(row) for row in rows.values()]
 
 
-def _rounds(columns: list[Column], kind: str, count: int, end: float) -> list[dict[str, Any]]:
-    turns: dict[str, list[list[float]]] = {c.name: [] for c in columns}
-    broken: dict[str, str] = {}
-    first: dict[str, list[float]] = {}
+def _generation(
+    running: list[Column],
+    rounds: dict[str, int],
+    end: float,
+    rows: dict[tuple[str, str], dict[str, Any]],
+    *,
+    last: bool,
+) -> None:
+    ready = []
+    for column in running:
+        answer = column.ask("", 120)
+        if "error" in answer:
+            _row(rows, next(iter(rounds)), column.name)["error"] = answer["error"]
+        else:
+            ready.append(column)
+    for kind, count in rounds.items():
+        _rounds(ready, kind, count, end, rows)
+        for column in ready:
+            detail = "profile" if last and kind == "step" else "count"
+            _row(rows, kind, column.name).update(column.ask(f"close {kind} {detail}", 90))
+
+
+def _row(rows: dict[tuple[str, str], dict[str, Any]], kind: str, column: str) -> dict[str, Any]:
+    empty: dict[str, Any] = {"section": kind, "column": column, "generations": [], "host": []}
+    return rows.setdefault((kind, column), empty)
+
+
+def _rounds(
+    columns: list[Column], kind: str, count: int, end: float, rows: dict[tuple[str, str], dict[str, Any]]
+) -> None:
     for column in columns:
-        first[column.name] = column.ask(f"{kind} 5", 60).get("times", [])
+        row = _row(rows, kind, column.name)
+        row["first_steps_ms"] = [round(t, 1) for t in column.ask(f"{kind} 5", 60).get("times", [])]
+        row["generations"].append([])
     for number in range(count):
         if time.monotonic() > end:
             break
         for column in columns if number % 2 == 0 else columns[::-1]:
+            row = _row(rows, kind, column.name)
             # One untimed step wakes clocks and caches after the other columns' turns.
             answer = column.ask(f"{kind} 4", 60)
             if "error" in answer:
-                broken[column.name] = answer["error"]
+                row["error"] = answer["error"]
             else:
-                turns[column.name].append(answer["times"][1:])
-    rows = []
-    for column in columns:
-        medians = [statistics.median(t) for t in turns[column.name]]
-        flat = [t for turn in turns[column.name] for t in turn]
-        row: dict[str, Any] = {"section": kind, "column": column.name, "rounds": len(medians)}
-        row["first_steps_ms"] = [round(t, 1) for t in first[column.name]]
-        if flat:
-            row |= {"step_ms": statistics.median(flat), "step_fastest_ms": min(flat)}
-            row["step_ms_spread"] = {
-                "median": statistics.median(flat), "min": min(flat), "max": max(flat), "n": len(flat),
-            }  # fmt: skip
-        row["turn_ms"] = [round(m, 2) for m in medians]
-        row |= column.ask(f"close {kind}", 60)
-        if column.name in broken:
-            row["error"] = broken[column.name]
-        rows.append(row)
-    return rows
+                row["generations"][-1].append(answer["times"][1:])
+                row["host"] += answer["host"][1:]
+
+
+def _summary(row: dict[str, Any]) -> dict[str, Any]:
+    """Turn the raw times of a row into its figures."""
+    generations = [g for g in row.pop("generations") if g]
+    host = row.pop("host")
+    turns = [turn for generation in generations for turn in generation]
+    flat = [t for turn in turns for t in turn]
+    out: dict[str, Any] = {"section": row.pop("section"), "column": row.pop("column"), "rounds": len(turns)}
+    if flat:
+        out |= {"step_ms": statistics.median(flat), "step_fastest_ms": min(flat)}
+        out["step_ms_spread"] = {
+            "median": statistics.median(flat), "min": min(flat), "max": max(flat), "n": len(flat),
+        }  # fmt: skip
+        # Until the last kernel is enqueued; the rest of a step is waiting for the GPU.
+        out["host_ms"] = statistics.median(host)
+    out["turn_ms"] = [round(statistics.median(t), 2) for t in turns]
+    out["generation_ms"] = [round(statistics.median([t for turn in g for t in turn]), 2) for g in generations]
+    return out | row
 
 
 def serve(job: dict[str, Any], make_orchestrator: Callable[[dict[str, Any]], Any]) -> None:
@@ -185,8 +220,11 @@ def serve(job: dict[str, Any], make_orchestrator: Callable[[dict[str, Any]], Any
     worker = _Worker(torch, orchestrator, model, optimizer, batches, cuda=not rehearse)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        command, argument = line.split()
-        answer = worker.close(argument) if command == "close" else worker.steps(command, int(argument))
+        command, argument, *more = line.split()
+        if command == "close":
+            answer = worker.close(argument, profile=more == ["profile"])
+        else:
+            answer = worker.steps(command, int(argument))
         print(json.dumps(answer), flush=True)
 
 
@@ -200,11 +238,12 @@ class _Worker:
         self.loss = 0.0
 
     def steps(self, kind: str, count: int) -> dict[str, Any]:
-        times = []
+        times, host = [], []
         for _ in range(count):
             self._wait()
             begin = time.perf_counter()
             self._step(kind)
+            host.append((time.perf_counter() - begin) * 1e3)
             self._wait()
             times.append((time.perf_counter() - begin) * 1e3)
             number = self.done[kind] = self.done.get(kind, 0) + 1
@@ -213,9 +252,10 @@ class _Worker:
             if self.orchestrator is not None and number <= 3:
                 stats = self.orchestrator.stats()
                 self.reports.setdefault(kind, []).append({k: stats.get(k) for k in REPORTED})
-        return {"times": times}
+        return {"times": times, "host": host}
 
-    def close(self, kind: str) -> dict[str, Any]:
+    def close(self, kind: str, *, profile: bool) -> dict[str, Any]:
+        """Figures of the process after its measured steps."""
         memory = self.memory()
         row: dict[str, Any] = {
             "driver_calls_after_step2": memory["driver_calls"] - self.calls_after_two.get(kind, 0.0),
@@ -233,7 +273,23 @@ class _Worker:
             stats = self.orchestrator.stats()
             row |= {"reports": self.reports.get(kind, []), "alloc_ms": stats["alloc_ms"]}
             row |= {key: stats.get(key) for key in COUNTED}
+        if profile and self.cuda:
+            row |= self._kernels(kind)
         return row
+
+    def _kernels(self, kind: str) -> dict[str, Any]:
+        """Time of the kernels alone, as the device counts it: whether placement changes what the GPU does."""
+        from torch.profiler import ProfilerActivity, profile
+
+        steps = 3
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                self.steps(kind, steps)
+            events = [e for e in trace.events() or () if e.device_time_total > 0]
+        except Exception as error:
+            return {"kernel_error": repr(error)[:300]}
+        total_us = sum(e.device_time_total for e in events)
+        return {"kernel_ms": total_us / steps / 1e3, "kernels": len(events) // steps}
 
     def memory(self) -> dict[str, float]:
         if self.orchestrator is not None:

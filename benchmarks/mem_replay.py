@@ -5,7 +5,8 @@ Traces: one step of a GR00T-N1.6-shaped model recorded on an H200, and steps gen
 (every operator makes the storages it would make; no kernel runs): ViT, language models with and without
 logits, recomputation, random sequence lengths, the GR00T shape at tiny and full size. Reserve overhead = 1 -
 peak requested / high water. Traces of several steps with different shapes share one plan made of the largest
-size of every index.
+size of every index. The rows marked ``beside`` are steps of other depths, batches and lengths: the figure of
+run fit does not count them, and they show how far its placement holds.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Case:
     make: Callable[[], list[Trace]]
     fixed: bool = True
     logits: bool = False
+    beside: bool = False
 
 
 def main() -> None:
@@ -56,6 +58,9 @@ def main() -> None:
         "plan_worst_overhead": max(plan),
         "runfit_worst_overhead": max(bound),
         "runfit_worst_overhead_any_row": max(float(r["run_fit"]) for r in rows),
+        "runfit_plain_worst_overhead": max(float(r["run_fit_plain"]) for r in rows if r["bound"]),
+        "runfit_worst_overhead_beside": _worst(rows, "run_fit"),
+        "runfit_plain_worst_overhead_beside": _worst(rows, "run_fit_plain"),
         "pure_buddy_worst_overhead": max(float(r["pure_buddy"]) for r in rows),
         "alloc_p99_us": max(float(r["heap_pair_p99_ns"]) for r in rows) / 1e3,
         "runfit_alloc_p99_us": max(float(r["runfit_pair_p99_ns"]) for r in rows) / 1e3,
@@ -70,6 +75,12 @@ def main() -> None:
     outcome = _common.result("mem_replay", rows=[*rows, {"trace": "c_abi", **c_abi}], figures=figures,
                              repetitions=steps, notes=notes)  # fmt: skip
     _common.finish(outcome, options.json)
+
+
+def _worst(rows: list[dict[str, object]], policy: str) -> float | None:
+    """Return the worst overhead over the rows beside the figure, None in a quick run, which has none."""
+    found = [float(str(r[policy])) for r in rows if r["beside"]]
+    return max(found) if found else None
 
 
 def _row(case: Case, steps: int) -> dict[str, object]:
@@ -87,7 +98,8 @@ def _row(case: Case, steps: int) -> dict[str, object]:
         "steps": len(traces),
         "allocations": traces[0].num_allocations,
         "peak_mb": round(peak / MB, 1),
-        "bound": case.fixed and not case.logits and peak > 100 * MB,
+        "bound": case.fixed and not case.logits and not case.beside and peak > 100 * MB,
+        "beside": case.beside,
     }
     for policy in policies():
         if policy == "plan":
@@ -143,10 +155,28 @@ def cases(*, quick: bool) -> list[Case]:
         found.append(
             Case(name="gr00t_full_4x4", make=lambda: _groot("FULL", [(4, None, None)], micro_batches=4))
         )
+        found += _beside(llm)
     recorded = _recorded()
     if recorded is not None:
         found.insert(0, Case(name="gr00t_recorded_on_h200", make=lambda: [load_trace(recorded)]))
     return found
+
+
+def _beside(llm: dict[str, object]) -> list[Case]:
+    """Steps of other depths, batches and lengths than those of the figure."""
+    gpt = {"layers": 12, "width": 1600, "heads": 25, "mlp": 6400, "causal": True}
+    vit = {"layers": 12, "width": 768, "heads": 12, "mlp": 3072}
+    plain = {
+        "llm_2048_8_layers": {"layers": 8, "b": 1, "t": 2048, **llm},
+        "llm_8192_4_layers": {"layers": 4, "b": 1, "t": 8192, **llm},
+        "gpt_1024_recompute": {"b": 8, "t": 1024, "recompute": True, **gpt},
+        "vit_b_64x197_recompute": {"b": 64, "t": 197, "recompute": True, **vit},
+    }
+    found = [Case(name=name, make=lambda s=s: _plain(**s), beside=True) for name, s in plain.items()]
+    return found + [
+        Case(name=f"gr00t_full_{n}", make=lambda n=n: _groot("FULL", [(n, None, None)]), beside=True)
+        for n in (8, 32)
+    ]
 
 
 def _plain(*, b: int, t: int, **shape: object) -> list[Trace]:

@@ -11,7 +11,7 @@ typedef struct { uint64_t stream; int recorded; } Event;
 static size_t budget = (size_t)1 << 34, used;
 static int busy_streams[64], capturing[64], calls_in_capture;
 static uint64_t capture_ids[64], next_capture = 1;
-static int mallocs, frees, creates, releases, records, waits, queries, syncs, mode = 0;
+static int pinned, mallocs, frees, creates, releases, records, waits, queries, syncs, mode = 0;
 static struct { uint64_t base; size_t bytes; } blocks[4096];
 static size_t handle_bytes[65536];
 static uint64_t next_handle = 1;
@@ -25,6 +25,7 @@ void fake_capture(uint64_t stream, int on) { capturing[SLOT(stream)] = on; if (o
 int fake_count(const char *name) {
   if (!strcmp(name, "mallocs")) return mallocs;
   if (!strcmp(name, "frees")) return frees;
+  if (!strcmp(name, "pinned")) return pinned;
   if (!strcmp(name, "creates")) return creates;
   if (!strcmp(name, "releases")) return releases;
   if (!strcmp(name, "records")) return records;
@@ -59,8 +60,8 @@ int cuMemFree_v2(uint64_t at) {
   }
   return 1;
 }
-int cuMemHostRegister_v2(void *p, size_t n, unsigned f) { (void)p; (void)n; (void)f; return 0; }
-int cuMemHostUnregister(void *p) { (void)p; return 0; }
+int cuMemHostRegister_v2(void *p, size_t n, unsigned f) { (void)p; (void)n; (void)f; pinned++; return 0; }
+int cuMemHostUnregister(void *p) { (void)p; pinned--; return 0; }
 
 int cuEventCreate(void **e, unsigned f) { (void)f; *e = calloc(1, sizeof(Event)); return 0; }
 int cuEventRecord(void *e, void *s) {

@@ -236,7 +236,119 @@ def threads(d: Driver) -> dict:
     return {"wrong": len(wrong), "live": s["requested_bytes.current"], "allocs": s["allocations.allocated"]}
 
 
+def forked(d: Driver) -> dict:
+    """Children of a fork, made while another thread is inside the allocator all the time."""
+    import os
+    import threading
+    import time
+
+    _core.configure("cuda", initial_bytes=64 * MIB, grow_bytes=0)
+    mine, stop, codes = d.alloc(MIB), threading.Event(), []
+
+    def hammer() -> None:
+        while not stop.is_set():
+            d.free(d.alloc(MIB))
+
+    busy = threading.Thread(target=hammer)
+    busy.start()
+    for _ in range(8):
+        child = os.fork()
+        if child == 0:
+            d.free(mine)
+            os._exit(7 if d.alloc(MIB) is None and d.stats() is None else 1)
+        end = time.monotonic() + 20
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end:
+            time.sleep(0.001)
+        if done[0] == 0:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        codes.append(os.waitstatus_to_exitcode(done[1]) if done[0] else "hangs")
+    stop.set()
+    busy.join(20)
+    d.free(mine)
+    s = d.stats()
+    return {"codes": codes, "live": s["requested_bytes.current"], "unknown": s["unknown_frees"]}
+
+
+def leaving(d: Driver) -> dict:
+    """A request that fails in a thread that ends at once, and blocks that outlive their thread."""
+    import threading
+
+    from loongforge_mem.allocator import connect_errors
+
+    d.fake.fake_budget(64 * MIB)
+    _core.configure("cuda", initial_bytes=0, grow_bytes=16 * MIB)
+    import torch
+
+    connect_errors(torch)
+    _core.set_oom_thrower(None)
+    kept, texts = [], []
+
+    def work() -> None:
+        kept.append(d.alloc(MIB))
+        texts.append(d.alloc(1 << 30))
+
+    for _ in range(20):
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join(20)
+    for address in kept:
+        d.free(address)
+        d.free(address)
+    s = d.stats()
+    good = sum(isinstance(t, str) and t.startswith("CUDA out of memory.") for t in texts)
+    return {"good": good, "live": s["requested_bytes.current"], "unknown": s["unknown_frees"]}
+
+
+def captured_in_step(d: Driver) -> dict:
+    """A capture on the very stream of an open step: its blocks belong to the graph, not to the step."""
+    _core.configure("cuda", initial_bytes=256 * MIB, grow_bytes=32 * MIB)
+    _core.global_begin_step(0, 3)
+    d.begin(7, 9)
+    d.fake.fake_capture(3, 1)
+    first = d.alloc(16 * MIB, 3)
+    d.free(first, 3)
+    d.fake.fake_capture(3, 0)
+    d.end(7, 9)
+    eager = d.alloc(4 * MIB, 3)
+    d.fake.fake_capture(3, 1)
+    d.begin(7, 9)
+    d.fake.fake_capture(3, 1)
+    second = d.alloc(16 * MIB, 3)
+    d.free(second, 3)
+    d.fake.fake_capture(3, 0)
+    d.end(7, 9)
+    report = _core.global_end_step(0)
+    d.free(eager, 3)
+    return {"allocations": report["allocations"], "survivors": report["survivors"], "apart": first != eager}
+
+
+def pinned(d: Driver) -> dict:
+    """Page locks of arenas that are closed, dropped, or dropped while a tensor of theirs lives."""
+    import gc
+
+    import torch
+    from loongforge_mem.pinned import PinnedArena
+
+    seen = []
+    closed = PinnedArena(8 * MIB, pin=True)
+    seen.append(d.count("pinned"))
+    closed.close()
+    seen.append(d.count("pinned"))
+    dropped = PinnedArena(8 * MIB, pin=True)
+    seen.append(d.count("pinned"))
+    tensor = dropped.empty((1000,), torch.float32)
+    del dropped
+    gc.collect()
+    seen.append(d.count("pinned"))
+    tensor.fill_(1.0)
+    del tensor
+    gc.collect()
+    seen.append(d.count("pinned"))
+    return {"seen": seen}
+
+
 if __name__ == "__main__":
-    scenarios = (blocks, vmm, streams, graphs, oom, speed, threads)
+    scenarios = (pinned, blocks, vmm, streams, graphs, oom, speed, threads, forked, leaving, captured_in_step)
     scenario = {f.__name__: f for f in scenarios}[sys.argv[1]]
     sys.stdout.write(json.dumps(scenario(Driver(sys.argv[2], sys.argv[3]))) + "\n")

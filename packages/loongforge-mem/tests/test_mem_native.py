@@ -97,6 +97,60 @@ def test_out_of_memory_is_an_error_that_names_label_phase_and_hole(libraries):
     assert out["fits"], "the pool still works after the error"
 
 
+def test_torch_raises_its_own_out_of_memory_error(tmp_path):
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("this torch is built without CUDA")
+    if torch.cuda.is_available():
+        pytest.skip("the stand-in runtime is for machines without a GPU; the GPU tests raise the real one")
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc to build the stand-in runtime")
+    runtime = tmp_path / "libfake_runtime.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", runtime, HERE / "fake_runtime.c"], check=True, timeout=120
+    )
+    done = subprocess.run(
+        [sys.executable, str(HERE / "torch_script.py")], capture_output=True, text=True, timeout=150,
+        env={**os.environ, "LD_PRELOAD": str(runtime)}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout.splitlines()[-1])
+    assert out["expected"] == "torch.OutOfMemoryError"
+    assert out["kind"] == "torch.OutOfMemoryError"
+    assert out["text"].startswith("CUDA out of memory. Tried to allocate 1.00 GiB")
+    for part in ("limit 64.00 MiB", "free ", "largest hole", "Ways out: ", "plan_memory"):
+        assert part in out["text"]
+    assert out["ooms"] == 1001, "a thousand errors in a row, and memory served in between"
+
+
+def test_a_forked_child_neither_hangs_nor_frees(libraries):
+    out = _run(libraries, "forked")
+    assert out["codes"] == [7] * 8
+    assert out["live"] == 0
+    assert out["unknown"] == 0
+
+
+def test_errors_and_blocks_outlive_the_thread_that_made_them(libraries):
+    pytest.importorskip("torch")
+    out = _run(libraries, "leaving")
+    assert out["good"] == 20
+    assert out["live"] == 0
+    assert out["unknown"] == 20, "a second free is counted and does nothing"
+
+
+def test_a_capture_on_the_stream_of_a_step_is_not_part_of_it(libraries):
+    out = _run(libraries, "captured_in_step")
+    assert out["allocations"] == 1
+    assert out["survivors"] == 1, "the eager block lives on; the graph's free does not end it"
+    assert out["apart"]
+
+
+def test_page_locks_end_with_their_mapping(libraries):
+    pytest.importorskip("torch")
+    out = _run(libraries, "pinned")
+    assert out["seen"] == [1, 0, 1, 1, 0], "closed; dropped, but kept by its tensor; gone with the tensor"
+
+
 def test_eight_threads_never_share_a_block(libraries):
     out = _run(libraries, "threads")
     assert out["wrong"] == 0

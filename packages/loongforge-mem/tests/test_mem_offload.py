@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from loongforge_mem.copies import DirectCopies, StagingRing  # noqa: E402
+from loongforge_mem.copies import DirectCopies, StagingRing, keep_until_done  # noqa: E402
 from loongforge_mem.offload import Migratable, OptimizerOffload, offload_activations  # noqa: E402
 from loongforge_mem.pinned import PinnedArena, arena_bytes  # noqa: E402
 
@@ -46,6 +46,27 @@ class _LateTicket:
             target, source = self._pair
             target.copy_(source)
             self._finished = True
+
+
+class _Event:
+    finished = False
+
+    def query(self):
+        return self.finished
+
+
+def test_host_memory_is_kept_until_the_copy_that_uses_it_is_done():
+    arena, first, second = PinnedArena(MIB, pin=False), _Event(), _Event()
+    keep_until_done(arena.empty((1000,), torch.float32), first)
+    assert arena.requested_bytes == 4000, "nobody but the copy needs it"
+    keep_until_done(arena.empty((500,), torch.float32), second)
+    assert arena.requested_bytes == 6000
+    first.finished = True
+    keep_until_done(torch.empty(1), second)
+    assert arena.requested_bytes == 2000
+    second.finished = True
+    keep_until_done(torch.empty(1), second)
+    assert arena.requested_bytes == 0
 
 
 def _model():
@@ -99,6 +120,7 @@ def test_the_host_arena_holds_what_was_asked_for_and_hardly_more():
     arena.close()
 
 
+# M09
 def test_a_staging_slot_is_written_again_only_after_its_copy():
     arena = PinnedArena(MIB, pin=False)
     queue = LateCopies()

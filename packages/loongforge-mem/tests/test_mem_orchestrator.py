@@ -32,11 +32,29 @@ def _training(mode: str, steps: int = 4, **settings):
 
 
 def test_the_second_step_is_replayed_and_the_third_is_all_hits():
-    orchestrator, _, _, history, _ = _training("global")
+    orchestrator, _, _, history, _ = _training("global", plan=True)
     assert [h["step_source"] for h in history] == ["profiled", "replayed", "replayed", "replayed"]
     assert history[1]["planned_hit_rate"] > 0.6, "the first step also made the optimizer's state"
     assert history[2]["planned_hit_rate"] == 1.0
     assert history[3]["step_device_calls"] == 0
+    orchestrator.close()
+
+
+def test_run_fit_stays_while_a_plan_would_save_little():
+    orchestrator, _, _, history, _ = _training("global")
+    assert [h["step_source"] for h in history] == ["profiled", "run_fit", "run_fit", "run_fit"]
+    stats = orchestrator.stats()
+    assert stats["placement"] == "run_fit"
+    assert "is more than the steps need; a plan is used from 3.0 %" in stats["placement_reason"]
+    assert stats["plans"] == 0
+    orchestrator.close()
+
+
+def test_without_a_plan_steps_are_recorded_but_never_replayed():
+    orchestrator, _, _, history, _ = _training("global", plan=False)
+    assert {h["step_source"] for h in history} == {"run_fit"}
+    assert history[-1]["placement_reason"] == "the settings or a loaded plan ask for it"
+    assert history[-1]["step_allocations"] > 0
     orchestrator.close()
 
 
@@ -60,7 +78,7 @@ def test_statistics_name_the_pool_and_its_fragmentation():
 
 
 def test_a_saved_plan_is_replayed_from_the_first_step_on():
-    first, *_ = _training("global")
+    first, *_ = _training("global", plan=True)
     state = json.loads(json.dumps(first.state_dict()))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
@@ -99,6 +117,8 @@ def test_a_step_inside_a_step_is_refused():
         ({"pool_gb": -1}, "pool_gb is -1 GiB"),
         ({"pool_gb": 4, "limit_gb": 2}, "raise limit_gb or lower pool_gb"),
         ({"grow_mb": 0}, "set one of them"),
+        ({"plan": "sometimes"}, "plan is 'sometimes'; allowed: 'auto', True"),
+        ({"plan_above": 1.5}, "plan_above is 1.5; allowed: a share"),
     ],
 )
 def test_bad_settings_say_what_is_allowed(settings, text):
@@ -107,7 +127,7 @@ def test_bad_settings_say_what_is_allowed(settings, text):
 
 
 def test_a_step_that_fails_closes_and_teaches_nothing():
-    orchestrator = MemoryOrchestrator(MemoryConfig(mode="global", backend="host"))
+    orchestrator = MemoryOrchestrator(MemoryConfig(mode="global", backend="host", plan=True))
     x = torch.ones(256, 256)
     for _ in range(3):
         with orchestrator.step():

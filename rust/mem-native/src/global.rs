@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
 
 use loongforge_pool::device::Device;
 use loongforge_pool::heap::{Heap, HeapConfig, Label};
@@ -36,8 +36,11 @@ pub struct GlobalConfig {
 }
 
 static CONFIG: RwLock<Option<GlobalConfig>> = RwLock::new(None);
-static HEAPS: [OnceLock<Option<Mutex<Heap>>>; MAX_DEVICES] =
+static HEAPS: [OnceLock<Result<Mutex<Heap>, String>>; MAX_DEVICES] =
     [const { OnceLock::new() }; MAX_DEVICES];
+/// Set in the child of a fork: the parent's threads may have held our locks, and its driver is not usable there.
+static FORKED: AtomicBool = AtomicBool::new(false);
+static AT_FORK: Once = Once::new();
 /// Whether each call is timed.
 pub static TIMING: AtomicBool = AtomicBool::new(false);
 
@@ -55,27 +58,51 @@ pub fn configure(config: GlobalConfig) -> Result<(), String> {
     if config.source != Source::Host {
         crate::driver::driver()?;
     }
+    AT_FORK.call_once(|| {
+        // SAFETY: the handler only stores an atomic, which is allowed in the child of a fork.
+        unsafe { libc::pthread_atfork(None, None, Some(note_fork)) };
+    });
     *CONFIG.write().unwrap_or_else(PoisonError::into_inner) = Some(config);
     Ok(())
 }
 
-/// The heap of `device`, created on demand; `None` when nothing is configured or the index is out of range.
-pub fn heap(device: i32) -> Option<MutexGuard<'static, Heap>> {
-    let slot = HEAPS.get(usize::try_from(device).ok()?)?;
+extern "C" fn note_fork() {
+    FORKED.store(true, Ordering::Relaxed);
+}
+
+/// The heap of `device`, created on demand; otherwise why there is none.
+pub fn heap(device: i32) -> Result<MutexGuard<'static, Heap>, String> {
+    let slot = usize::try_from(device).ok().and_then(|d| HEAPS.get(d));
+    let Some(slot) = slot else {
+        return Err(format!(
+            "device {device} is outside 0..{MAX_DEVICES}, the devices that the LoongForge allocator can serve"
+        ));
+    };
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(
+            "this process was forked after the LoongForge allocator was set up, and neither it nor CUDA works in a \
+             forked child; start workers with the \"spawn\" method"
+                .to_owned(),
+        );
+    }
     let heap = match slot.get() {
         Some(heap) => heap,
         None => slot.get_or_init(|| create(device).map(Mutex::new)),
     };
-    heap.as_ref()
-        .map(|h| h.lock().unwrap_or_else(PoisonError::into_inner))
+    match heap {
+        Ok(heap) => Ok(heap.lock().unwrap_or_else(PoisonError::into_inner)),
+        Err(text) => Err(text.clone()),
+    }
 }
 
-/// The heap of `device` if it exists already.
+/// The heap of `device` if it exists already (never in a forked child).
 pub fn existing(device: i32) -> Option<MutexGuard<'static, Heap>> {
     let slot = HEAPS.get(usize::try_from(device).ok()?)?;
-    slot.get()?
-        .as_ref()
-        .map(|h| h.lock().unwrap_or_else(PoisonError::into_inner))
+    let heap = slot.get()?.as_ref().ok()?;
+    if FORKED.load(Ordering::Relaxed) {
+        return None;
+    }
+    Some(heap.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// Every heap that exists.
@@ -83,9 +110,17 @@ pub fn existing_heaps() -> impl Iterator<Item = MutexGuard<'static, Heap>> {
     (0..MAX_DEVICES as i32).filter_map(existing)
 }
 
-fn create(ordinal: i32) -> Option<Heap> {
-    let config = (*CONFIG.read().unwrap_or_else(PoisonError::into_inner))?;
-    make(config, ordinal).ok()
+fn create(ordinal: i32) -> Result<Heap, String> {
+    let config = *CONFIG.read().unwrap_or_else(PoisonError::into_inner);
+    let Some(config) = config else {
+        return Err(format!(
+            "the LoongForge allocator has no memory source for device {ordinal}: call install_global_allocator() \
+             before the first allocation"
+        ));
+    };
+    make(config, ordinal).map_err(|text| {
+        format!("the LoongForge allocator cannot use device {ordinal}: {text}; restart the process with the device usable")
+    })
 }
 
 /// A heap over a fresh device.

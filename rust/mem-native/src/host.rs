@@ -5,9 +5,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use loongforge_pool::error::PoolError;
 use loongforge_pool::hash::AddressMap;
 use loongforge_pool::runs::RunIndex;
-use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::driver::{check, driver};
 use crate::stats::to_python;
 
 /// Smallest granted size in bytes.
@@ -20,6 +21,7 @@ struct State {
     runs: RunIndex,
     live: AddressMap<(u32, u64)>,
     requested: u64,
+    pinned: bool,
 }
 
 /// One mapping cut into page-aligned blocks. Blocks never move; the mapping ends with the object or with `close`.
@@ -70,10 +72,36 @@ impl HostArena {
             runs,
             live: AddressMap::default(),
             requested: 0,
+            pinned: false,
         };
         Ok(Self {
             state: Mutex::new(state),
         })
+    }
+
+    /// Page-lock the mapping for fast copies; the lock ends with the mapping.
+    fn pin(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| {
+            let mut s = self.lock();
+            if s.base == 0 {
+                return Err(PyRuntimeError::new_err("the host arena is closed"));
+            }
+            if s.pinned {
+                return Ok(());
+            }
+            let d = driver().map_err(PyOSError::new_err)?;
+            // SAFETY: our own mapping; 1: usable from every context.
+            let status = unsafe { (d.host_register)(s.base as *mut _, s.bytes as usize, 1) };
+            check("cuMemHostRegister", status).map_err(to_python)?;
+            s.pinned = true;
+            Ok(())
+        })
+    }
+
+    /// Whether the mapping is page-locked.
+    #[getter]
+    fn pinned(&self) -> bool {
+        self.lock().pinned
     }
 
     /// Address of a new block of at least `size` bytes.
@@ -153,6 +181,14 @@ impl HostArena {
 
 fn unmap(s: &mut State) {
     if s.base != 0 {
+        if s.pinned
+            && let Ok(d) = driver()
+        {
+            // SAFETY: registered by `pin`. Pages that stay locked in a driver after they are unmapped would make the
+            // next mapping at this address fail; an error here means that the driver is gone already.
+            unsafe { (d.host_unregister)(s.base as *mut _) };
+            s.pinned = false;
+        }
         // SAFETY: our own mapping, and no block of it is live.
         unsafe { libc::munmap(s.base as *mut _, s.bytes as usize) };
         s.base = 0;

@@ -29,13 +29,14 @@ mod _core {
     #[pymodule_export]
     use super::py_global::{
         global_begin_step, global_end_step, global_label, global_phase, global_relabel,
-        global_reset, global_set_plan, global_state, global_stats, global_trim, set_label,
+        global_reset, global_set_plan, global_set_plan_rule, global_state, global_stats,
+        global_trim, set_label,
     };
     #[pymodule_export]
     use super::py_heap::PyHeap;
     #[pymodule_export]
     use super::py_hooks::{
-        c_abi, configure, driver_error, host_register, host_unregister, set_check_fail, set_timing,
+        c_abi, configure, driver_error, set_check_fail, set_oom_thrower, set_timing,
     };
     #[pymodule_export]
     use super::py_sim::{make_plan, merge_items, policies, simulate, trace_items, verify_plan};

@@ -1,6 +1,6 @@
 //! Plain data that crosses the border: plans, heap states, settings.
 
-use loongforge_pool::heap::{Heap, HeapConfig};
+use loongforge_pool::heap::{Heap, HeapConfig, PlanRule};
 use loongforge_pool::planner::Plan;
 use loongforge_pool::trace::Item;
 use pyo3::exceptions::PyValueError;
@@ -37,6 +37,18 @@ pub fn source(name: &str) -> PyResult<Source> {
         "vmm" => Ok(Source::Vmm),
         other => Err(PyValueError::new_err(format!(
             "memory source {other:?} is unknown; allowed: 'host', 'cuda', 'vmm'"
+        ))),
+    }
+}
+
+/// The rule by its name and share.
+pub fn plan_rule(name: &str, share: f64) -> PyResult<PlanRule> {
+    match name {
+        "always" => Ok(PlanRule::Always),
+        "never" => Ok(PlanRule::Never),
+        "above" if (0.0..1.0).contains(&share) => Ok(PlanRule::Above(share)),
+        other => Err(PyValueError::new_err(format!(
+            "plan rule {other:?} with share {share} is unknown; allowed: 'always', 'never', 'above' with 0 <= share < 1"
         ))),
     }
 }

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::global;
-use crate::parts::{PlanParts, StateParts, plan_from, state_parts};
+use crate::parts::{PlanParts, StateParts, plan_from, plan_rule, state_parts};
 use crate::stats::{heap_stats, source_name, step_report, to_python};
 
 fn none_yet(device: i32) -> PyErr {
@@ -40,7 +40,7 @@ pub fn global_relabel(device: i32, addresses: Vec<u64>, label: usize) -> usize {
 #[pyfunction]
 pub fn global_begin_step(py: Python<'_>, device: i32, stream: u64) -> PyResult<&'static str> {
     py.detach(|| {
-        let mut heap = global::heap(device).ok_or_else(|| none_yet(device))?;
+        let mut heap = global::heap(device).map_err(PyRuntimeError::new_err)?;
         heap.begin_step(stream).map(source_name).map_err(to_python)
     })
 }
@@ -95,9 +95,19 @@ pub fn global_trim(py: Python<'_>, device: i32) -> u64 {
 pub fn global_set_plan(py: Python<'_>, device: i32, parts: PlanParts) -> PyResult<()> {
     let (plan, marks) = plan_from(parts);
     py.detach(|| {
-        let mut heap = global::heap(device).ok_or_else(|| none_yet(device))?;
+        let mut heap = global::heap(device).map_err(PyRuntimeError::new_err)?;
         heap.set_plan(plan, marks).map_err(to_python)
     })
+}
+
+/// When a plan serves the steps: "always", "never", or "above" a share of saved memory.
+#[pyfunction]
+#[pyo3(signature = (device, rule, share=0.0))]
+pub fn global_set_plan_rule(device: i32, rule: &str, share: f64) -> PyResult<()> {
+    let rule = plan_rule(rule, share)?;
+    let mut heap = global::heap(device).map_err(PyRuntimeError::new_err)?;
+    heap.set_plan_rule(rule);
+    Ok(())
 }
 
 /// Position-independent state of a device's heap.

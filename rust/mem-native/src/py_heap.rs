@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::global::{GlobalConfig, make};
-use crate::parts::{PlanParts, StateParts, heap_config, plan_from, source, state_parts};
+use crate::parts::{PlanParts, StateParts, heap_config, plan_from, plan_rule, source, state_parts};
 use crate::stats::{heap_stats, source_name, step_report, to_python};
 
 /// A heap that Python owns.
@@ -131,6 +131,13 @@ impl PyHeap {
         let (plan, marks) = plan_from(parts);
         py.detach(|| self.lock().set_plan(plan, marks))
             .map_err(to_python)
+    }
+
+    /// When a plan serves the steps: "always", "never", or "above" a share of saved memory.
+    #[pyo3(signature = (rule, share=0.0))]
+    fn set_plan_rule(&self, rule: &str, share: f64) -> PyResult<()> {
+        self.lock().set_plan_rule(plan_rule(rule, share)?);
+        Ok(())
     }
 
     fn forget_plan(&self) -> PyResult<()> {

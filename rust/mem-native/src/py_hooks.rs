@@ -8,7 +8,6 @@ use pyo3::types::PyDict;
 
 use crate::global::{self, GlobalConfig, TIMING};
 use crate::parts::{heap_config, source};
-use crate::stats::to_python;
 use crate::{cabi, driver, oom};
 
 /// Addresses of the C functions by the name of the torch setter they belong to.
@@ -52,30 +51,25 @@ pub fn set_check_fail(address: usize) {
     oom::set_check_fail(address);
 }
 
+/// Tell how to throw torch's out-of-memory error: addresses of a constructor, the virtual table that replaces the one of
+/// a base (or 0), the type information, `__cxa_allocate_exception`, `__cxa_throw`, `operator new`, `operator delete`.
+#[pyfunction]
+pub fn set_oom_thrower(addresses: Option<[usize; 7]>) {
+    oom::set_thrower(addresses.map(
+        |[constructor, vtable, typeinfo, allocate, throw, new, delete]| oom::Thrower {
+            constructor,
+            vtable,
+            typeinfo,
+            allocate,
+            throw,
+            new,
+            delete,
+        },
+    ));
+}
+
 /// Time every call (about 50 ns a call) or none.
 #[pyfunction]
 pub fn set_timing(on: bool) {
     TIMING.store(on, Ordering::Relaxed);
-}
-
-/// Page-lock host memory for fast copies.
-#[pyfunction]
-pub fn host_register(py: Python<'_>, address: usize, nbytes: usize) -> PyResult<()> {
-    py.detach(|| {
-        let d = driver::driver().map_err(PyOSError::new_err)?;
-        // SAFETY: the caller owns the range; 1: usable from every context.
-        let status = unsafe { (d.host_register)(address as *mut _, nbytes, 1) };
-        driver::check("cuMemHostRegister", status).map_err(to_python)
-    })
-}
-
-/// Undo [`host_register`].
-#[pyfunction]
-pub fn host_unregister(address: usize) -> PyResult<()> {
-    let d = driver::driver().map_err(PyOSError::new_err)?;
-    // SAFETY: the range was registered before.
-    driver::check("cuMemHostUnregister", unsafe {
-        (d.host_unregister)(address as *mut _)
-    })
-    .map_err(to_python)
 }

@@ -6,6 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::global;
 use crate::py_sim::{Events, events, quantiles};
 use crate::stats::to_python;
 
@@ -14,7 +15,7 @@ struct ThroughC;
 
 impl StepCalls for ThroughC {
     fn begin(&mut self) -> Result<()> {
-        crate::global::heap(0).map_or(Ok(()), |mut heap| heap.begin_step(0).map(|_| ()))
+        global::heap(0).map_or(Ok(()), |mut heap| heap.begin_step(0).map(|_| ()))
     }
 
     fn alloc(&mut self, size: u64) -> Result<u64> {
@@ -35,7 +36,7 @@ impl StepCalls for ThroughC {
     }
 
     fn end(&mut self) -> Result<u64> {
-        crate::global::heap(0).map_or(Ok(0), |mut heap| {
+        global::heap(0).map_or(Ok(0), |mut heap| {
             heap.end_step(true).map(|report| report.hits)
         })
     }

@@ -1,7 +1,7 @@
 //! Statistics as flat dictionaries.
 
 use loongforge_pool::error::PoolError;
-use loongforge_pool::heap::{Heap, LABEL_NAMES, StepReport, StepSource};
+use loongforge_pool::heap::{Choice, Heap, LABEL_NAMES, Reason, StepReport, StepSource};
 use loongforge_pool::replay::MISS_NAMES;
 use loongforge_pool::stats::{Gauge, Histogram};
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
@@ -79,6 +79,11 @@ pub fn heap_stats<'py>(py: Python<'py>, heap: &Heap) -> PyResult<Bound<'py, PyDi
     for (name, value) in MISS_NAMES.iter().zip(s.replay.misses) {
         out.set_item(format!("misses.{name}"), value)?;
     }
+    let choice = heap.choice();
+    out.set_item("placement", placement_name(choice))?;
+    out.set_item("placement_reason", choice.text(heap.plan_rule()))?;
+    out.set_item("placement_held_bytes", choice.held)?;
+    out.set_item("placement_spare_bytes", choice.spare)?;
     out.set_item("internal_waste", s.internal)?;
     out.set_item("reserve_overhead", s.reserve)?;
     out.set_item("external_fragmentation", s.external)?;
@@ -88,6 +93,15 @@ pub fn heap_stats<'py>(py: Python<'py>, heap: &Heap) -> PyResult<Bound<'py, PyDi
     Ok(out)
 }
 
+/// What serves the next step.
+pub fn placement_name(choice: Choice) -> &'static str {
+    match (choice.planned, choice.reason) {
+        (true, _) => "plan",
+        (false, Reason::Profiling) => "profiling",
+        (false, _) => "run_fit",
+    }
+}
+
 /// Name of a step source.
 pub fn source_name(source: StepSource) -> &'static str {
     match source {
@@ -95,6 +109,7 @@ pub fn source_name(source: StepSource) -> &'static str {
         StepSource::Replayed => "replayed",
         StepSource::Dissolved => "dissolved",
         StepSource::NoRegion => "no_region",
+        StepSource::RunFit => "run_fit",
     }
 }
 
@@ -108,6 +123,8 @@ pub fn step_report<'py>(py: Python<'py>, report: &StepReport) -> PyResult<Bound<
     out.set_item("peak_requested_bytes", report.peak_requested)?;
     out.set_item("survivors", report.survivors)?;
     out.set_item("planned", report.planned)?;
+    out.set_item("placement", placement_name(report.choice))?;
+    out.set_item("call_ns", report.call_ns)?;
     out.set_item("plan_bytes", report.plan_bytes)?;
     out.set_item("device_calls", report.device_calls)?;
     out.set_item("resyncs", report.resyncs)?;

@@ -2,6 +2,7 @@
 
 use crate::error::{PoolError, Result};
 use crate::hash::AddressMap;
+use crate::lives::{Birth, Lives, UNFOLLOWED};
 use crate::runs::RunIndex;
 use crate::slab::{Slab, SlabPlace};
 use crate::{SLAB_MAX, SPAN, UNIT, round_up};
@@ -18,6 +19,8 @@ pub struct Place {
     pub granted: u64,
     /// Slab slot, or [`NO_SLOT`].
     pub slot: u32,
+    /// When it was placed, for blocks whose life is followed.
+    pub birth: Birth,
 }
 
 /// Free memory of one owner: runs of 64 KiB units and the slab over them.
@@ -27,6 +30,11 @@ pub struct Arena {
     pub runs: RunIndex,
     slab: Slab,
     slab_max: u64,
+    lives: Lives,
+    /// Blocks whose life is followed.
+    followed: u32,
+    /// End of the highest block that was not placed at the high end.
+    top: u32,
 }
 
 impl Arena {
@@ -36,7 +44,15 @@ impl Arena {
             runs: RunIndex::new(units),
             slab: Slab::default(),
             slab_max: slab_max.min(SPAN),
+            lives: Lives::default(),
+            followed: 0,
+            top: 0,
         }
+    }
+
+    /// A step begins: what was learned about the lives of blocks holds within one step.
+    pub fn forget_lives(&mut self) {
+        self.lives.forget();
     }
 
     /// Place `size` bytes, from the high end when `high` (blocks that stay), or `None` when nothing fits.
@@ -54,21 +70,45 @@ impl Arena {
             // The range has no room for a span any more: a plain run may still fit.
         }
         let units = u32::try_from(size.div_ceil(UNIT).max(1)).ok()?;
-        let start = if high {
-            self.runs.take_high(units)
+        if high {
+            let start = self.runs.take_high(units)?;
+            return Some(Place::run(start, units, UNFOLLOWED));
+        }
+        let (stays, birth) = self.lives.begin(units);
+        let start = if stays {
+            self.runs.take_far(units, self.top)
         } else {
             self.runs.take(units)
-        }?;
-        Some(Place {
-            offset: u64::from(start) * UNIT,
-            granted: u64::from(units) * UNIT,
-            slot: NO_SLOT,
-        })
+        };
+        let Some(start) = start else {
+            self.lives.cancel(birth);
+            return None;
+        };
+        self.top = self.top.max(start + units);
+        self.followed += 1;
+        Some(Place::run(start, units, birth))
+    }
+
+    /// Give a block back that could not be used after all.
+    pub fn undo(&mut self, mut place: Place) {
+        if place.birth != UNFOLLOWED {
+            self.lives.cancel(place.birth);
+            self.followed -= 1;
+            place.birth = UNFOLLOWED;
+        }
+        self.give(place);
     }
 
     /// Give a block back.
     pub fn give(&mut self, place: Place) {
         if place.slot == NO_SLOT {
+            if place.birth != UNFOLLOWED {
+                self.lives.end(place.birth);
+                self.followed -= 1;
+                if self.followed == 0 {
+                    self.lives.forget();
+                }
+            }
             self.runs
                 .give((place.offset / UNIT) as u32, (place.granted / UNIT) as u32);
         } else if let Some(base) = self.slab.give(SlabPlace {
@@ -105,12 +145,25 @@ impl Arena {
     }
 }
 
+impl Place {
+    /// A place of whole units.
+    fn run(start: u32, units: u32, birth: Birth) -> Self {
+        Self {
+            offset: u64::from(start) * UNIT,
+            granted: u64::from(units) * UNIT,
+            slot: NO_SLOT,
+            birth,
+        }
+    }
+}
+
 impl From<SlabPlace> for Place {
     fn from(place: SlabPlace) -> Self {
         Self {
             offset: place.offset,
             granted: place.granted,
             slot: place.slot,
+            birth: UNFOLLOWED,
         }
     }
 }
@@ -144,6 +197,9 @@ pub struct RunFit {
     span_top: u64,
     granted: u64,
     limit: u64,
+    /// `None`: plain best fit.
+    lives: Option<Lives>,
+    followed: u32,
 }
 
 /// First byte of the range of spans: far above every simulated large block.
@@ -170,7 +226,16 @@ impl RunFit {
             span_top: 0,
             granted: 0,
             limit: u64::from(units) * UNIT,
+            lives: Some(Lives::default()),
+            followed: 0,
         }
+    }
+
+    /// Place every block by best fit alone, whatever its expected life; for comparison.
+    #[must_use]
+    pub fn plain(mut self) -> Self {
+        self.lives = None;
+        self
     }
 
     /// A pool that never runs out in practice (2 TiB), as simulations need it.
@@ -189,14 +254,25 @@ impl RunFit {
             return self.slab.take(size).map(Into::into);
         }
         let units = u32::try_from(size.div_ceil(UNIT)).ok()?;
-        let start = self.large.take(units)?;
+        let (stays, birth) = match &mut self.lives {
+            Some(lives) => lives.begin(units),
+            None => (false, UNFOLLOWED),
+        };
+        let start = if stays {
+            self.large.take_far(units, (self.large_top / UNIT) as u32)
+        } else {
+            self.large.take(units)
+        };
+        let Some(start) = start else {
+            if let Some(lives) = &mut self.lives {
+                lives.cancel(birth);
+            }
+            return None;
+        };
         let end = (u64::from(start) + u64::from(units)) * UNIT;
         self.large_top = self.large_top.max(end);
-        Some(Place {
-            offset: u64::from(start) * UNIT,
-            granted: u64::from(units) * UNIT,
-            slot: NO_SLOT,
-        })
+        self.followed += 1;
+        Some(Place::run(start, units, birth))
     }
 }
 
@@ -225,6 +301,13 @@ impl Placement for RunFit {
             .ok_or(PoolError::UnknownBlock { address: offset })?;
         self.granted -= place.granted;
         if place.slot == NO_SLOT {
+            self.followed -= 1;
+            if let Some(lives) = &mut self.lives {
+                lives.end(place.birth);
+                if self.followed == 0 {
+                    lives.forget();
+                }
+            }
             self.large
                 .give((offset / UNIT) as u32, (place.granted / UNIT) as u32);
         } else if let Some(base) = self.slab.give(SlabPlace {

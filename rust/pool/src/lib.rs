@@ -3,6 +3,7 @@
 //! Nothing in this crate knows Python or CUDA. Layers, bottom up:
 //!
 //! * [`runs`]: free runs of equal units, indexed by order, coalesced by address (best fit);
+//! * [`lives`]: which sizes live long, so that such blocks lie together;
 //! * [`slab`]: small objects inside spans taken from the run index;
 //! * [`arena`]: run index and slab together, the allocator of one stream;
 //! * [`buddy`], [`caching`]: the policies we compare with;
@@ -19,6 +20,7 @@ pub mod device;
 pub mod error;
 pub mod hash;
 pub mod heap;
+pub mod lives;
 pub mod planner;
 pub mod replay;
 pub mod runs;

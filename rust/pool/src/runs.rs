@@ -6,6 +6,8 @@
 //! short move to update. Boundary tags at both ends of every free run make coalescing O(1) in the number of runs.
 
 const ORDERS: usize = 32;
+/// With more free runs than this, a block that stays is placed in the best fit instead of the highest run.
+const MOST_RUNS: usize = 512;
 
 /// Index of the free runs of one address range.
 #[derive(Debug, Clone)]
@@ -95,6 +97,55 @@ impl RunIndex {
             self.insert(start + units, len - units);
         }
         Some(start)
+    }
+
+    /// Place a block that will stay: in a run of exactly its size, else at the end of the highest run that holds it and
+    /// ends at or below `top`, else as [`RunIndex::take`] does. O(runs).
+    pub fn take_far(&mut self, units: u32, top: u32) -> Option<u32> {
+        let (order, position) = self.find(units)?;
+        let (len, start) = split_key(self.orders[order][position]);
+        let best = start + len <= top;
+        let far = if len == units {
+            None
+        } else if self.runs() > MOST_RUNS {
+            best.then_some((len, start))
+        } else {
+            self.highest(units, top)
+        };
+        let Some((len, start)) = far else {
+            self.remove_at(order, position, start, len);
+            if len > units {
+                self.insert(start + units, len - units);
+            }
+            return Some(start);
+        };
+        self.remove(start, len);
+        if len > units {
+            self.insert(start, len - units);
+        }
+        Some(start + len - units)
+    }
+
+    /// The highest run of at least `units` that ends at or below `top`, as (length, start).
+    fn highest(&self, units: u32, top: u32) -> Option<(u32, u32)> {
+        let mut best: Option<(u32, u32)> = None;
+        for order in order_of(units.max(1))..ORDERS {
+            if self.filled >> order == 0 {
+                break;
+            }
+            for &k in &self.orders[order] {
+                let (len, start) = split_key(k);
+                let fits = len >= units && len <= top && start <= top - len;
+                if fits && best.is_none_or(|(_, highest)| start > highest) {
+                    best = Some((len, start));
+                }
+            }
+        }
+        best
+    }
+
+    fn runs(&self) -> usize {
+        self.orders.iter().map(Vec::len).sum()
     }
 
     /// Take `units` from the end of the highest run that holds them. O(runs).

@@ -27,17 +27,20 @@ pub enum Policy {
     PureBuddy1M,
     /// Run fit over 64 KiB units with a slab.
     RunFit,
+    /// The same without looking at the lives of blocks.
+    RunFitPlain,
     /// Offline plan replayed by index.
     Plan,
 }
 
 /// All policies with their names.
-pub const POLICIES: [(&str, Policy); 6] = [
+pub const POLICIES: [(&str, Policy); 7] = [
     ("best_fit", Policy::BestFit),
     ("expandable", Policy::Expandable),
     ("pure_buddy", Policy::PureBuddy),
     ("pure_buddy_1m", Policy::PureBuddy1M),
     ("run_fit", Policy::RunFit),
+    ("run_fit_plain", Policy::RunFitPlain),
     ("plan", Policy::Plan),
 ];
 
@@ -112,6 +115,7 @@ fn make(policy: Policy) -> Box<dyn Placement> {
         Policy::PureBuddy => Box::new(PureBuddy::new(9, 42)),
         Policy::PureBuddy1M => Box::new(PureBuddy::new(20, 42)),
         Policy::RunFit | Policy::Plan => Box::new(RunFit::unlimited()),
+        Policy::RunFitPlain => Box::new(RunFit::unlimited().plain()),
     }
 }
 

@@ -5,22 +5,23 @@ Nothing here runs at import; torch is needed from the first call on.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from loongforge_mem import _core
 from loongforge_mem.config import MemoryConfig
 
-if TYPE_CHECKING:
-    pass
-
+# Mangled names: c10::detail::torchCheckFail(char const*, char const*, unsigned, char const*), and the
+# constructor (c10::SourceLocation, std::string) of a class in c10.
 CHECK_FAIL_SYMBOL = "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"
+OOM_CLASS = "16OutOfMemoryError"
+CONSTRUCTOR = "C2ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -31,13 +32,16 @@ class Installed:
     Attributes:
         hooks: names of the torch hooks that are connected.
         missing_hooks: hooks this torch does not offer; what they do is silently absent.
-        raises_oom: whether a failed allocation raises torch's error (otherwise torch sees a null tensor).
+        raises_oom: whether a failed allocation raises an error (otherwise torch sees a null tensor).
+        oom_error: that error: ``"torch.OutOfMemoryError"``, ``"RuntimeError"`` or None; see
+            :func:`connect_errors`.
         backend: ``"cuda"``, ``"vmm"`` or ``"host"``.
     """
 
     hooks: tuple[str, ...]
     missing_hooks: tuple[str, ...]
     raises_oom: bool
+    oom_error: str | None
     backend: str
 
 
@@ -110,13 +114,19 @@ def install_global_allocator(
         grow_bytes=grow_mb << 20,
         limit_bytes=config.limit_bytes,
     )
-    raises_oom = connect_errors(torch)
+    oom_error = connect_errors(torch)
     _core.set_timing(timing)
     table = _core.c_abi()
     custom = _hooks().custom(table["alloc"], table["free"])
     connected, missing = connect_hooks(custom, table)
     _hooks().change(custom)
-    _installed = Installed(hooks=connected, missing_hooks=missing, raises_oom=raises_oom, backend=backend)
+    _installed = Installed(
+        hooks=connected,
+        missing_hooks=missing,
+        raises_oom=oom_error is not None,
+        oom_error=oom_error,
+        backend=backend,
+    )
     from loongforge_mem.torch_stats import answer_torch_statistics
 
     answer_torch_statistics()
@@ -161,20 +171,54 @@ def connect_hooks(custom: object, table: dict[str, int]) -> tuple[tuple[str, ...
     return tuple(connected), tuple(missing)
 
 
-def connect_errors(torch: object) -> bool:
-    """Tell the native part where torch raises its errors; False when libc10 does not export it."""
-    library = Path(str(getattr(torch, "__file__", ""))).parent / "lib" / "libc10.so"
-    if not library.exists():
-        return False
-    try:
-        function = getattr(ctypes.CDLL(str(library)), CHECK_FAIL_SYMBOL)
-    except (OSError, AttributeError):
-        return False
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    if not address:
-        return False
-    _core.set_check_fail(address)
-    return True
+def connect_errors(torch: object) -> str | None:
+    """Tell the native part how torch raises its errors; return the Python error of a failed allocation.
+
+    torch's pluggable allocator hands on whatever the allocation function returns, so an error has to leave
+    that function as a C++ exception. Where this torch exports what ``c10::OutOfMemoryError`` is made of (2.11
+    and 2.13 do), the exception is of that class and arrives as ``"torch.OutOfMemoryError"``; otherwise it is
+    torch's general error, a ``"RuntimeError"`` whose text begins with "CUDA out of memory."; None when
+    neither can be found: then torch sees a null tensor.
+    """
+    libraries = list(_libraries(Path(str(getattr(torch, "__file__", ""))).parent / "lib"))
+    check_fail = _address(libraries, CHECK_FAIL_SYMBOL)
+    if check_fail is not None:
+        _core.set_check_fail(check_fail)
+    thrower = _oom_thrower(libraries)
+    _core.set_oom_thrower(thrower)
+    if thrower is not None:
+        return "torch.OutOfMemoryError"
+    return None if check_fail is None else "RuntimeError"
+
+
+def _oom_thrower(libraries: list[ctypes.CDLL]) -> list[int] | None:
+    """Return what throwing torch's out-of-memory error takes, in the order that the native part wants."""
+    own, base = (_address(libraries, f"_ZN3c10{name}{CONSTRUCTOR}") for name in (OOM_CLASS, "5Error"))
+    vtable = _address(libraries, f"_ZTVN3c10{OOM_CLASS}E")
+    constructor = own if own is not None else base
+    if own is None and vtable is None:
+        return None
+    names = (f"_ZTIN3c10{OOM_CLASS}E", "__cxa_allocate_exception", "__cxa_throw", "_Znwm", "_ZdlPv")
+    rest = [_address(libraries, name) for name in names]
+    found = [constructor, 0 if own is not None else vtable, *rest]
+    addresses = [a for a in found if a is not None]
+    return addresses if len(addresses) == len(found) else None
+
+
+def _libraries(folder: Path) -> Iterator[ctypes.CDLL]:
+    """Yield torch's libraries that are there; they are loaded already, so this opens nothing new."""
+    for name in ("libc10.so", "libc10_cuda.so", "libtorch_python.so"):
+        if (folder / name).exists():
+            with contextlib.suppress(OSError):
+                yield ctypes.CDLL(str(folder / name))
+
+
+def _address(libraries: list[ctypes.CDLL], symbol: str) -> int | None:
+    """Return the address of an exported symbol, or None; a library also answers for those it depends on."""
+    for library in libraries:
+        with contextlib.suppress(AttributeError):
+            return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+    return None
 
 
 def warn_about_alloc_conf(what: str) -> None:

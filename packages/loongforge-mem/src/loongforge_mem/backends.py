@@ -27,6 +27,7 @@ class Backend:
         end_step: closes the step, learning from it or not; returns its report.
         stats: the figures, or None before the first allocation.
         set_plan: uses a plan from the next step on.
+        set_plan_rule: tells when a plan serves the steps.
         state: position-independent state, or None before the first allocation.
         trim: gives unused memory back; returns the bytes.
     """
@@ -39,6 +40,7 @@ class Backend:
     end_step: Callable[[bool], dict[str, Any]]
     stats: Callable[[], dict[str, Any] | None]
     set_plan: Callable[[PlanParts], None]
+    set_plan_rule: Callable[[str, float], None]
     state: Callable[[], StateParts | None]
     trim: Callable[[], int]
 
@@ -60,6 +62,7 @@ def host_backend(config: MemoryConfig) -> Backend:
         end_step=heap.end_step,
         stats=heap.stats,
         set_plan=heap.set_plan,
+        set_plan_rule=heap.set_plan_rule,
         state=heap.state,
         trim=heap.trim,
     )
@@ -76,6 +79,7 @@ def global_backend(name: str, device: int) -> Backend:
         end_step=functools.partial(_core.global_end_step, device),
         stats=functools.partial(_core.global_stats, device),
         set_plan=functools.partial(_core.global_set_plan, device),
+        set_plan_rule=functools.partial(_core.global_set_plan_rule, device),
         state=functools.partial(_core.global_state, device),
         trim=functools.partial(_core.global_trim, device),
     )

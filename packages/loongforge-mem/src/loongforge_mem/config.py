@@ -61,8 +61,12 @@ class MemoryConfig:
         watch_steps: steps whose tensors are traced one by one in Python (default 1 in mode advisor). A traced
             step is several times slower than a normal one; later steps cost nothing. Mode global on the host
             traces every step, because nothing else tells it what is allocated; 0 turns that off.
-        plan: replay a profiled step (default True): least memory. False leaves run fit alone: measured faster
-            in the eager step of one model on one GPU, see the package page.
+        plan: ``"auto"`` (default) serves steps by run fit while that wastes little and by the plan of a
+            profiled step otherwise: when it saves more than ``plan_above`` of what run fit holds, or anything
+            at all while less than a twentieth of it could still be had. True always plans from the second
+            step on, False never. ``placement`` in the statistics tells what was chosen,
+            ``placement_reason`` why.
+        plan_above: share in 0..1 of the memory held that a plan must save (default 0.03); ``"auto"`` only.
         timing: time every allocation and free of our allocator (default True, about 50 ns a call).
     """
 
@@ -72,7 +76,8 @@ class MemoryConfig:
     grow_mb: int = 256
     limit_gb: float | None = None
     watch_steps: int = 1
-    plan: bool = True
+    plan: bool | Literal["auto"] = "auto"
+    plan_above: float = 0.03
     timing: bool = True
 
     def __post_init__(self) -> None:
@@ -101,6 +106,12 @@ class MemoryConfig:
         if self.grow_mb == 0 and self.pool_gb is None:
             msg = "grow_mb is 0 and pool_gb is None, so there would be no memory; set one of them"
             raise ValueError(msg)
+        if self.plan not in (True, False, "auto"):
+            msg = f"plan is {self.plan!r}; allowed: 'auto', True (always), False (never)"
+            raise ValueError(msg)
+        if not 0 <= self.plan_above < 1:
+            msg = f"plan_above is {self.plan_above}; allowed: a share of memory, 0 or more and below 1"
+            raise ValueError(msg)
         if self.watch_steps < 0:
             msg = f"watch_steps is {self.watch_steps}; allowed: 0 or more"
             raise ValueError(msg)
@@ -111,6 +122,13 @@ class MemoryConfig:
         if self.pool_gb is None:
             return 0
         return -(-int(self.pool_gb * GIB) // (2 * MIB)) * (2 * MIB)
+
+    @property
+    def plan_rule(self) -> tuple[str, float]:
+        """Name and share of the rule in the native part."""
+        if self.plan == "auto":
+            return "above", self.plan_above
+        return ("always" if self.plan else "never"), 0.0
 
     @property
     def limit_bytes(self) -> int | None:

@@ -78,7 +78,7 @@ class StreamCopies:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        """Start the copy; both tensors are kept until it is finished, by record_stream and by the event."""
+        """Start the copy; both tensors are kept until it is finished, whatever becomes of the caller's."""
         import torch
 
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -89,7 +89,27 @@ class StreamCopies:
         for tensor in (target, source):
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)
+            else:
+                keep_until_done(tensor, event)
         return _CudaTicket(event)
+
+
+class _Event(Protocol):
+    def query(self) -> bool: ...
+
+
+_in_flight: list[tuple[_Event, torch.Tensor]] = []
+
+
+def keep_until_done(tensor: torch.Tensor, event: _Event) -> None:
+    """Keep a host tensor alive until the copy before ``event`` is finished.
+
+    A device tensor is protected by record_stream; host memory of an arena would go to the next tensor as soon
+    as the last reference is gone, while the copy engine still reads or writes it. What is finished is let go
+    at the next call.
+    """
+    _in_flight[:] = [pair for pair in _in_flight if not pair[0].query()]
+    _in_flight.append((event, tensor))
 
 
 def queue_for(device: torch.device) -> CopyQueue:

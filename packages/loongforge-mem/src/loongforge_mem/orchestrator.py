@@ -30,10 +30,11 @@ class MemoryOrchestrator:
                 loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
         print(orchestrator.stats())
 
-    Mode ``advisor`` traces the first ``watch_steps`` steps and plans from them; ``global`` records the first
-    step of the real allocator and replays it from the second on; ``pool`` gives ``label("persistent")`` a
-    memory pool; ``off`` does nothing. Where a mode cannot work (no GPU), ``stats()["reason"]`` says why;
-    without a GPU, mode ``global`` runs on host memory and places what the watched steps allocate.
+    Mode ``advisor`` traces the first ``watch_steps`` steps and plans from them; ``global`` records the steps
+    of the real allocator and serves them by run fit or by a plan (``MemoryConfig.plan``); ``pool`` gives
+    ``label("persistent")`` a memory pool; ``off`` does nothing. Where a mode cannot work (no GPU),
+    ``stats()["reason"]`` says why; without a GPU, mode ``global`` runs on host memory and places what the
+    watched steps allocate.
 
     Raises:
         ValueError: bad settings.
@@ -54,12 +55,13 @@ class MemoryOrchestrator:
         self._report: dict[str, Any] = {}
         self._trace: Trace | None = None
         self._planned_bytes = 0
-        self._alloc_ns = 0
         self._last_alloc_ms = 0.0
         self._closed = False
         self._label_before: int | None = None
         self._book: AddressBook | None = None
         self._choose_backend()
+        if self._backend is not None:
+            self._backend.set_plan_rule(*self.config.plan_rule)
         register(self.stats)
 
     def attach(
@@ -90,11 +92,10 @@ class MemoryOrchestrator:
         if self._mode is Mode.OFF or self._closed:
             yield self
             return
-        if self._backend is None or not self.config.plan:
+        if self._backend is None:
             with self._watched():
                 yield self
             self._steps += 1
-            self._note_times()
             return
         source = self._backend.begin_step(self._stream())
         self._report = {"source": source}
@@ -106,7 +107,7 @@ class MemoryOrchestrator:
         finally:
             self._report = self._backend.end_step(whole)
             self._steps += 1
-            self._note_times()
+            self._last_alloc_ms = self._report["call_ns"] / 1e6
 
     def phase(self, name: str) -> None:
         """Name the phase the step enters; :meth:`attach` does it for forward, backward and optimizer."""
@@ -197,7 +198,7 @@ class MemoryOrchestrator:
                 differs.
         """
         parts = load_state(state, fingerprint(self._model, self._optimizer))
-        if parts is not None and self._backend is not None and self.config.plan:
+        if parts is not None and self._backend is not None and self.config.plan is not False:
             self._backend.set_plan(parts)
 
     def trim(self) -> int:
@@ -304,14 +305,6 @@ class MemoryOrchestrator:
         if self._label_before is not None:
             _core.set_label(self._label_before)
             self._label_before = None
-
-    def _note_times(self) -> None:
-        raw = self._backend.stats() if self._backend is not None else None
-        if raw is None:
-            return
-        total = raw["alloc.total_ns"] + raw["free.total_ns"]
-        self._last_alloc_ms = max(total - self._alloc_ns, 0) / 1e6
-        self._alloc_ns = total
 
 
 def _usable_gpu() -> str | None:

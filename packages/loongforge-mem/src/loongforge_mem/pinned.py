@@ -40,12 +40,16 @@ class PinnedArena:
 
     def __init__(self, nbytes: int, *, pin: bool | None = None) -> None:
         self._arena = _core.HostArena(nbytes)
-        self._base, self._bytes = self._arena.range
+        self._bytes = self._arena.range[1]
         if pin is None:
             pin = _cuda_in_use()
-        self.pinned = bool(pin)
         if pin:
-            _core.host_register(self._base, self._bytes)
+            self._arena.pin()
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the mapping is page-locked; the lock ends with the mapping."""
+        return self._arena.pinned
 
     @property
     def nbytes(self) -> int:
@@ -85,9 +89,6 @@ class PinnedArena:
         Raises:
             RuntimeError: tensors of the arena are still alive.
         """
-        if self._arena.blocks == 0 and self.pinned:
-            _core.host_unregister(self._base)
-            self.pinned = False
         self._arena.close()
 
 

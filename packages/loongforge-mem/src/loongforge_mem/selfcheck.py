@@ -7,126 +7,18 @@ comparison.
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loongforge_mem.config import GIB, MemoryConfig
+from loongforge_mem.graph_checks import Outcome, check_capture_pool, check_graph, orchestrator_of
 from loongforge_mem.orchestrator import MemoryOrchestrator
 
 if TYPE_CHECKING:
     import torch
-
-Outcome = dict[str, Any]
-
-
-def _orchestrator(*, ours: bool) -> MemoryOrchestrator | None:
-    return MemoryOrchestrator(MemoryConfig(mode="global", backend="vmm")) if ours else None
-
-
-def check_graph(*, ours: bool, quick: bool) -> Outcome:
-    """Replay a captured training step while eager work fills memory with garbage; then break a capture."""
-    import torch
-
-    orchestrator = _orchestrator(ours=ours)
-    torch.manual_seed(0)
-    layers = [
-        torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024))
-        for _ in range(6)
-    ]
-    net = torch.nn.Sequential(*layers).cuda()
-    # The graph reads this tensor at every replay, so it must live as long as the graph.
-    fixed = torch.randn(256, 1024, device="cuda")
-    graph = _capture_step(net, fixed)
-    graph.replay()
-    torch.cuda.synchronize()
-    wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    rounds = 50 if quick else 300
-    equal = _replay_beside_eager_work(graph, net, wanted, rounds)
-    out: Outcome = {"bit_equal": equal == rounds, "equal": equal, "rounds": rounds, "inputs": fixed.shape[0]}
-    if orchestrator is not None:
-        stats = orchestrator.stats()
-        out |= {"graph_bytes": stats["graph_bytes"], "graph_pools": stats["graph_pools"]}
-        del graph
-        gc.collect()
-        torch.cuda.empty_cache()
-        out |= _broken_capture(orchestrator)
-    return out
-
-
-def _capture_step(net: torch.nn.Module, fixed: torch.Tensor) -> torch.cuda.CUDAGraph:
-    import torch
-
-    def work() -> None:
-        net(fixed).square().mean().backward()
-
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            net.zero_grad(set_to_none=True)
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    net.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
-
-
-def _replay_beside_eager_work(
-    graph: torch.cuda.CUDAGraph, net: torch.nn.Module, wanted: list[torch.Tensor], rounds: int
-) -> int:
-    import torch
-
-    equal = 0
-    keep: list[torch.Tensor] = []
-    for index in range(rounds):
-        sizes = (1 << 20, 3 << 20, 17 << 20, (index % 40 + 1) << 18)
-        keep.extend(torch.full((n,), float("nan"), device="cuda") for n in sizes)
-        if len(keep) > 24:
-            del keep[:13]
-        grads = [p.grad for p in net.parameters() if p.grad is not None]
-        for grad in grads:
-            grad.zero_()
-        graph.replay()
-        garbage = torch.full((5 << 20,), float("nan"), device="cuda") * 2
-        del garbage
-        equal += all(torch.equal(g, w) for g, w in zip(grads, wanted, strict=True))
-    return equal
-
-
-def _broken_capture(orchestrator: MemoryOrchestrator) -> Outcome:
-    import torch
-
-    before = orchestrator.stats()["graph_bytes"]
-    failed = False
-    broken = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(broken):
-            (torch.ones(1 << 20, device="cuda") * 3).sum().item()
-    except RuntimeError:
-        failed = True
-    del broken
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    again, held = torch.cuda.CUDAGraph(), torch.zeros(1 << 18, device="cuda")
-    with torch.cuda.graph(again):
-        y = held + 1
-    again.replay()
-    stats = orchestrator.stats()
-    return {
-        "failed_capture_raised": failed,
-        "capture_after_failure": float(y.sum()) == float(1 << 18),
-        "graph_bytes_before_failure": before,
-        "graph_bytes_after": stats["graph_bytes"],
-        "graph_pools_after": stats["graph_pools"],
-        "stale_captures": stats["stale_captures"],
-    }
 
 
 def check_streams(*, ours: bool, quick: bool) -> Outcome:
@@ -142,7 +34,7 @@ def check_control(*, ours: bool, quick: bool) -> Outcome:
 def _poisoned_frees(rounds: int, *, ours: bool, record: bool) -> Outcome:
     import torch
 
-    orchestrator = _orchestrator(ours=ours)
+    orchestrator = orchestrator_of(ours=ours)
     side, main = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
     results = torch.zeros(rounds, device="cuda")
     wanted = torch.arange(rounds, device="cuda", dtype=torch.float32) % 97
@@ -180,14 +72,15 @@ def check_oom(*, ours: bool, quick: bool) -> Outcome:
     """Ask for too much: an error with a useful text, and everything works afterwards."""
     import torch
 
-    orchestrator = _orchestrator(ours=ours)
+    orchestrator = orchestrator_of(ours=ours)
     first = torch.ones(1 << 20, device="cuda")
     out: Outcome = {"raised": False}
     try:
         torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
     except RuntimeError as error:
         text = str(error)
-        out = {"raised": True, "starts_well": text.startswith("CUDA out of memory."), "text": text[:600]}
+        out = {"raised": True, "starts_well": text.startswith("CUDA out of memory."), "text": text[:900]}
+        out["is_torch_error"] = isinstance(error, torch.OutOfMemoryError)
     out["usable_after"] = float(first.sum()) == float(1 << 20)
     out["memory_allocated"] = torch.cuda.memory_allocated()
     out["max_memory_reserved"] = torch.cuda.max_memory_reserved()
@@ -269,6 +162,29 @@ def check_pinned(*, ours: bool, quick: bool) -> Outcome:
     }
 
 
+def check_staging(*, ours: bool, quick: bool) -> Outcome:
+    """Send batches through one pinned slot as fast as it goes: none may mix the values of two."""
+    import torch
+
+    from loongforge_mem.copies import StagingRing
+    from loongforge_mem.pinned import PinnedArena
+
+    orchestrator_of(ours=ours)
+    torch.zeros(1, device="cuda")
+    arena = PinnedArena(64 << 20, pin=True)
+    ring = StagingRing(arena, slots=1, nbytes=32 << 20)
+    targets = [torch.empty(8 << 20, device="cuda") for _ in range(4)]
+    rounds, mixed = (100 if quick else 500), 0
+    for index in range(rounds):
+        target = targets[index % 4]
+        ticket = ring.send(lambda host, value=float(index): host.fill_(value), target)  # type: ignore[misc]
+        ticket.wait()
+        if index % 4 == 3:
+            wanted = range(index - 3, index + 1)
+            mixed += sum(bool((t != float(v)).any()) for t, v in zip(targets, wanted, strict=True))
+    return {"rounds": rounds, "mixed": mixed, "waits": ring.waits}
+
+
 def _resident_bytes() -> int:
     """Resident bytes of the process, page-locked device mappings included (VmRSS)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -279,7 +195,7 @@ def check_offload(*, ours: bool, quick: bool) -> Outcome:
     """Train with optimizer state and activations on the host; the weights must be those of a plain run."""
     import torch
 
-    orchestrator = _orchestrator(ours=ours)
+    orchestrator = orchestrator_of(ours=ours)
     steps = 4 if quick else 12
     plain, plain_bytes, _ = _train_wide(steps, offload=False)
     moved, moved_bytes, packed = _train_wide(steps, offload=True)
@@ -334,11 +250,13 @@ def _train_wide(steps: int, *, offload: bool) -> tuple[list[torch.Tensor], int, 
 
 CHECKS: dict[str, Callable[..., Outcome]] = {
     "graph": check_graph,
+    "capture_pool": check_capture_pool,
     "stress": check_streams,
     "control": check_control,
     "oom": check_oom,
     "pool": check_pool,
     "pinned": check_pinned,
+    "staging": check_staging,
     "offload": check_offload,
 }
 
@@ -348,16 +266,19 @@ def passed(name: str, out: Outcome) -> bool:
     match name:
         case "graph":
             return bool(out["bit_equal"] and out["capture_after_failure"])
+        case "capture_pool":
+            return bool(out["bit_equal"] and out["move_refused"] and out["released"])
         case "stress":
             return out["corrupted"] == 0
         case "control":
             return out["corrupted"] > 0
         case "oom":
-            return bool(
-                out["raised"] and out["starts_well"] and out["usable_after"] and out["backward_finite"]
-            )
+            raised = out["raised"] and out["starts_well"] and out["is_torch_error"]
+            return bool(raised and out["usable_after"] and out["backward_finite"])
         case "pool":
             return bool(out["good"] and out["other"])
+        case "staging":
+            return out["mixed"] == 0
         case "offload":
             less = out["bytes_after_step_offloaded"] < out["bytes_after_step_plain"]
             return bool(out["bit_equal"] and less and out["activations_packed"] > 0)

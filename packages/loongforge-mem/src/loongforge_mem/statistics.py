@@ -25,9 +25,10 @@ def get_mla_stats() -> Stats:
     """Return the memory statistics of the orchestrator made last.
 
     Always there: ``mode``, ``global_pool_used_gb`` (GiB of live blocks), ``global_pool_reserved_gb``,
-    ``freelist_fragmentation`` (1 - largest free run / free bytes), ``alloc_ms`` (milliseconds spent in
-    allocations and frees; the last step's inside training), ``planned_hit_rate``. Without an orchestrator the
-    values are zero and ``mode`` is ``"off"``.
+    ``freelist_fragmentation`` (1 - largest free run / free bytes), ``alloc_ms`` (milliseconds spent in the
+    allocations and frees of the last step), ``planned_hit_rate``, ``placement`` (``"plan"``, ``"run_fit"``,
+    ``"profiling"`` or None) and ``placement_reason``. Without an orchestrator the values are zero and
+    ``mode`` is ``"off"``.
     """
     for source in reversed(_sources):
         method = source()
@@ -49,5 +50,7 @@ def empty_stats(mode: str) -> Stats:
         "reserve_overhead": 0.0,
         "alloc_ms": 0.0,
         "planned_hit_rate": 0.0,
+        "placement": None,
+        "placement_reason": None,
         "steps": 0,
     }

@@ -29,18 +29,18 @@ impl Heap {
         if !self.device.commits() {
             self.reserved.add(bytes);
         }
-        let adjacent = self
-            .segments
-            .last_mut()
-            .filter(|s| s.keep == keep && s.base + u64::from(s.units) * UNIT == base);
+        let top = self.segments.iter().map(|s| s.start + s.units).max();
+        let adjacent = self.segments.last_mut().filter(|s| {
+            s.keep == keep
+                && Some(s.start + s.units) == top
+                && s.base + u64::from(s.units) * UNIT == base
+        });
         let start = if let Some(last) = adjacent {
             let start = last.start + last.units;
             last.units += units;
             start
         } else {
-            // A gap of one page between segments: runs of different segments never merge.
-            let start =
-                (self.capacity + self.page_units).div_ceil(self.page_units) * self.page_units;
+            let start = self.unit_range(units);
             self.segments.push(Segment {
                 base,
                 start,
@@ -49,7 +49,7 @@ impl Heap {
             });
             start
         };
-        self.capacity = start + units;
+        self.capacity = self.capacity.max(start + units);
         let words = (self.capacity / self.page_units) as usize / 64 + 1;
         self.pages.resize(words.max(self.pages.len()), 0);
         for owned in &mut self.arenas {
@@ -57,6 +57,28 @@ impl Heap {
         }
         self.arenas[0].arena.runs.give(start, units);
         Ok(())
+    }
+
+    /// First of `units` unit numbers that no segment has, in the tightest gap: otherwise every cycle of growing and
+    /// trimming would widen the index. One page stays free between segments, so that their runs never merge.
+    fn unit_range(&self, units: u32) -> u32 {
+        let gap = self.page_units;
+        let mut taken: Vec<(u32, u32)> = self
+            .segments
+            .iter()
+            .map(|s| (s.start, s.start + s.units))
+            .collect();
+        taken.sort_unstable();
+        let mut best: Option<(u32, u32)> = None;
+        let mut start = gap;
+        for (from, to) in taken {
+            let room = from.saturating_sub(start + gap);
+            if room >= units && best.is_none_or(|(least, _)| room < least) {
+                best = Some((room, start));
+            }
+            start = (to + gap).div_ceil(gap) * gap;
+        }
+        best.map_or(start, |(_, start)| start)
     }
 
     pub(super) fn reserved_bytes(&self) -> u64 {

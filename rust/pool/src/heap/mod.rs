@@ -5,12 +5,15 @@
 //! streams read waits for their events; memory that moves from one arena to another does so behind an event of the
 //! old owner that the new owner waits for. During a capture no event is recorded or queried.
 
+mod choose;
 mod graphs;
 mod grow;
+mod region;
 mod report;
 mod state;
 mod step;
 mod streams;
+mod types;
 
 use std::collections::VecDeque;
 
@@ -20,68 +23,15 @@ use crate::error::{PoolError, Result};
 use crate::hash::AddressMap;
 use crate::replay::Replay;
 use crate::stats::{Gauge, Histogram};
-use crate::{SLAB_MAX, SPAN, UNIT};
+use crate::{SPAN, UNIT};
 
+pub use choose::{Choice, PlanRule, Reason};
 pub use graphs::PoolId;
 pub use report::HeapStats;
 pub use state::HeapState;
+use step::{Mark, UNRECORDED};
 pub use step::{StepReport, StepSource};
-
-/// How long a tensor lives and who may move it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[repr(usize)]
-pub enum Label {
-    /// Activations and temporaries: planned, gone by the end of the step.
-    #[default]
-    Ephemeral = 0,
-    /// Weights: placed once at the high end, never moved.
-    Persistent = 1,
-    /// Gradient and optimizer buffers: may move between device and host by phase.
-    Migratable = 2,
-}
-
-/// Number of labels.
-pub const LABELS: usize = 3;
-/// Names of the labels, in order.
-pub const LABEL_NAMES: [&str; LABELS] = ["ephemeral", "persistent", "migratable"];
-
-impl Label {
-    /// The label with this number; anything unknown is ephemeral.
-    pub fn from_index(index: usize) -> Self {
-        match index {
-            1 => Self::Persistent,
-            2 => Self::Migratable,
-            _ => Self::Ephemeral,
-        }
-    }
-}
-
-/// Settings of a heap.
-#[derive(Debug, Clone, Copy)]
-pub struct HeapConfig {
-    /// Bytes reserved at the first allocation (0: grow from nothing).
-    pub initial_bytes: u64,
-    /// Smallest growth in bytes (0: never grow).
-    pub grow_bytes: u64,
-    /// Most bytes ever taken from the device (`u64::MAX`: no limit of our own).
-    pub limit_bytes: u64,
-    /// Requests up to this size use the slab.
-    pub slab_max: u64,
-    /// Most plans made; after that the last one stays.
-    pub max_plans: u32,
-}
-
-impl Default for HeapConfig {
-    fn default() -> Self {
-        Self {
-            initial_bytes: 0,
-            grow_bytes: 256 << 20,
-            limit_bytes: u64::MAX,
-            slab_max: SLAB_MAX,
-            max_plans: 64,
-        }
-    }
-}
+pub use types::{Counters, HeapConfig, LABEL_NAMES, LABELS, Label};
 
 #[derive(Debug, Clone, Copy)]
 struct Segment {
@@ -136,33 +86,6 @@ struct Carved {
     units: u32,
 }
 
-/// Counters that only grow.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// Reservations taken from the device.
-    pub device_allocs: u64,
-    /// Reservations given back.
-    pub device_frees: u64,
-    /// Commits of virtual memory.
-    pub commits: u64,
-    /// Free memory moved between streams behind an event.
-    pub transfers: u64,
-    /// Blocks that waited for another stream after being freed.
-    pub deferred_frees: u64,
-    /// Frees of addresses we never gave out.
-    pub unknown_frees: u64,
-    /// Requests that failed.
-    pub ooms: u64,
-    /// Plans made.
-    pub plans: u64,
-    /// Plans dissolved in mid-step because the step did not fit them.
-    pub dissolved: u64,
-    /// Device-wide waits.
-    pub synchronizations: u64,
-    /// Captures that ended without telling us.
-    pub stale_captures: u64,
-}
-
 /// Memory of one device.
 pub struct Heap {
     device: Box<dyn Device>,
@@ -187,6 +110,8 @@ pub struct Heap {
     plan_serial: u32,
     residual: AddressMap<u16>,
     step: step::Step,
+    rule: PlanRule,
+    choice: Choice,
     labels: [Gauge; LABELS],
     requests: Gauge,
     requested: Gauge,
@@ -226,6 +151,8 @@ impl Heap {
             plan_serial: 0,
             residual: AddressMap::default(),
             step: step::Step::default(),
+            rule: PlanRule::default(),
+            choice: Choice::default(),
             labels: [Gauge::default(); LABELS],
             requests: Gauge::default(),
             requested: Gauge::default(),
@@ -262,7 +189,7 @@ impl Heap {
         if (!self.active.is_empty() || (!self.suspects.is_empty() && stream != 0))
             && let Some(owner) = self.capturing_owner(stream)
         {
-            return self.alloc_online(size, stream, label, owner);
+            return self.alloc_online(size, stream, label, owner, UNRECORDED);
         }
         if self.waiting > 0 || !self.deferred.is_empty() {
             self.poll();
@@ -271,7 +198,7 @@ impl Heap {
             return self.alloc_in_step(size, stream);
         }
         let owner = self.owner_of(stream);
-        self.alloc_online(size, stream, label, owner)
+        self.alloc_online(size, stream, label, owner, UNRECORDED)
     }
 
     /// Free the block at `address`.
@@ -333,13 +260,14 @@ impl Heap {
         stream: StreamId,
         label: Label,
         owner: u32,
+        mark: Mark,
     ) -> Result<u64> {
         let high = label != Label::Ephemeral;
         let place = match self.place(owner, size, high) {
             Some(place) => place,
             None => self.place_slowly(owner, size, stream, label, high)?,
         };
-        Ok(self.adopt(place, size, stream, label, owner, NO_SLOT))
+        Ok(self.adopt(place, size, stream, label, owner, NO_SLOT, mark))
     }
 
     /// Take a place from an arena and make sure that memory is behind it.
@@ -348,10 +276,12 @@ impl Heap {
         if self.touch(place.offset, place.granted) {
             return Some(place);
         }
-        self.arenas[owner as usize].arena.give(place);
+        self.arenas[owner as usize].arena.undo(place);
         None
     }
 
+    /// Book a block that was just placed.
+    #[allow(clippy::too_many_arguments)]
     fn adopt(
         &mut self,
         place: Place,
@@ -360,6 +290,7 @@ impl Heap {
         label: Label,
         owner: u32,
         slot: u32,
+        (step, index): Mark,
     ) -> u64 {
         let address = self.address_of(place.offset);
         self.labels[label as usize].add(size);
@@ -367,11 +298,6 @@ impl Heap {
         self.granted.add(place.granted);
         self.requests.add(1);
         self.arenas[owner as usize].live += 1;
-        let (step, index) = if label == Label::Ephemeral {
-            self.step.mark(stream)
-        } else {
-            (0, 0)
-        };
         let block = Block {
             place,
             requested: size,

@@ -174,9 +174,25 @@ impl Heap {
                 bytes(gauge.peak)
             );
         }
-        if let Some(available) = self.device.available() {
+        let available = self.device.available();
+        if let Some(available) = available {
             let _ = write!(text, " The device could give {}.", bytes(available));
         }
+        text.push_str(" Ways out:");
+        if free >= size && self.plan.is_none() {
+            text.push_str(
+                " free memory is scattered, so let steps be planned (MemoryConfig(plan=True));",
+            );
+        }
+        if self.waiting() > 0 {
+            text.push_str(" let other streams finish before memory they read is asked for again;");
+        }
+        if self.config.limit_bytes != u64::MAX && available.is_some_and(|a| a >= size) {
+            text.push_str(" raise limit_gb;");
+        }
+        text.push_str(
+            " a smaller micro-batch, recomputation or offload (loongforge_mem.plan_memory finds what fits).",
+        );
         text
     }
 }

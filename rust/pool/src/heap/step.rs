@@ -1,13 +1,12 @@
 //! Steps: recording, planning at the border, guarded replay, dissolving a plan that does not fit.
 
-use super::{Block, Carved, Heap, Label};
-use crate::arena::{NO_SLOT, Place};
+use super::choose::{Choice, PlanRule};
+use super::{Heap, Label};
 use crate::device::StreamId;
 use crate::error::{PoolError, Result};
 use crate::planner::{self, Plan};
-use crate::replay::{MISSES, Miss, Replay, ReplayCounters};
+use crate::replay::{MISSES, ReplayCounters};
 use crate::trace::{Item, peak_live};
-use crate::{QUANTUM, SPAN, UNIT};
 
 /// Where the blocks of a step came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -21,6 +20,8 @@ pub enum StepSource {
     Dissolved,
     /// A plan was there but its region could not be carved.
     NoRegion,
+    /// Run fit by choice: a plan would save too little, or none is wanted.
+    RunFit,
 }
 
 /// What happened in one step.
@@ -48,7 +49,16 @@ pub struct StepReport {
     pub plan_bytes: u64,
     /// Device reservations and commits during the step.
     pub device_calls: u64,
+    /// What serves the next step, and why.
+    pub choice: Choice,
+    /// Time of the calls of this step in nanoseconds, where the caller keeps the clock.
+    pub call_ns: u64,
 }
+
+/// Step and index of a recorded allocation.
+pub(super) type Mark = (u32, u32);
+/// The mark of an allocation that no step recorded.
+pub(super) const UNRECORDED: Mark = (0, 0);
 
 #[derive(Debug, Default)]
 pub(super) struct Step {
@@ -59,9 +69,10 @@ pub(super) struct Step {
     pub phase: String,
     /// Name of each phase and the index of its first allocation.
     pub marks: Vec<(String, u32)>,
-    log: Vec<Item>,
+    pub log: Vec<Item>,
     before: ReplayCounters,
     calls_before: u64,
+    ns_before: u64,
     pub plan_marks: Vec<(String, u32)>,
 }
 
@@ -71,12 +82,23 @@ impl Step {
         self.open && stream == self.stream
     }
 
-    /// Number the allocation just made.
-    pub fn mark(&self, stream: StreamId) -> (u32, u32) {
-        if self.records(stream) {
-            (self.serial, self.log.len() as u32 - 1)
-        } else {
-            (0, 0)
+    /// Record an allocation; returns its number.
+    pub fn record(&mut self, size: u64) -> Mark {
+        self.log.push(Item {
+            size,
+            end: Item::STAYS,
+        });
+        (self.serial, self.log.len() as u32 - 1)
+    }
+
+    /// The last recorded allocation failed. A block freed while room was looked for may name it as its end.
+    fn unrecord(&mut self) {
+        self.log.pop();
+        let count = self.log.len() as u32;
+        for item in &mut self.log {
+            if !item.stays() {
+                item.end = item.end.min(count);
+            }
         }
     }
 
@@ -108,8 +130,12 @@ impl Heap {
         self.step.marks.clear();
         self.step.phase.clear();
         self.step.calls_before = self.counters.device_allocs + self.counters.commits;
+        self.step.ns_before = self.call_ns();
+        for owned in &mut self.arenas {
+            owned.arena.forget_lives();
+        }
         self.step.source = if self.plan.is_none() {
-            StepSource::Profiled
+            self.choice.source_without_plan()
         } else if self.owner_of(stream) == 0 && self.carve() {
             StepSource::Replayed
         } else {
@@ -155,65 +181,12 @@ impl Heap {
             return Ok(address);
         }
         let owner = self.owner_of(stream);
-        self.step.log.push(Item {
-            size,
-            end: Item::STAYS,
-        });
-        let served = self.alloc_online(size, stream, Label::Ephemeral, owner);
+        let mark = self.step.record(size);
+        let served = self.alloc_online(size, stream, Label::Ephemeral, owner, mark);
         if served.is_err() {
-            self.step.log.pop();
+            self.step.unrecord();
         }
         served
-    }
-
-    fn take_planned(&mut self, size: u64, stream: StreamId) -> Option<u64> {
-        let carved = self.plan.as_mut()?;
-        let region = carved.region?;
-        match carved.replay.take(size) {
-            Ok((index, offset)) => {
-                let planned = carved.replay.plan().items[index as usize].size;
-                let place = Place {
-                    offset: u64::from(region) * UNIT + offset,
-                    granted: planned.div_ceil(QUANTUM) * QUANTUM,
-                    slot: NO_SLOT,
-                };
-                self.step.log.push(Item {
-                    size,
-                    end: Item::STAYS,
-                });
-                Some(self.adopt(place, size, stream, Label::Ephemeral, 0, index))
-            }
-            Err(Miss::Larger) => {
-                // The shapes grew: the rest of the step needs the room that the plan holds.
-                self.dissolve_plan();
-                self.step.source = StepSource::Dissolved;
-                None
-            }
-            Err(_) => None,
-        }
-    }
-
-    /// Return a planned block to its slot, or to the main arena when its plan was dissolved.
-    pub(super) fn give_slot(&mut self, block: Block) {
-        if let Some(carved) = &mut self.plan
-            && carved.serial == block.plan
-            && carved.region.is_some()
-        {
-            carved.replay.give(block.slot);
-            return;
-        }
-        let first = (block.place.offset / UNIT) as u32;
-        let last = ((block.place.offset + block.place.granted - 1) / UNIT) as u32;
-        for unit in first..=last {
-            let Some(count) = self.residual.get_mut(&u64::from(unit)) else {
-                continue;
-            };
-            *count -= 1;
-            if *count == 0 {
-                self.residual.remove(&u64::from(unit));
-                self.arenas[0].arena.runs.give(unit, 1);
-            }
-        }
     }
 
     /// Close the step; with `learn`, make a better plan when it was not all hits. A step that an error cut short teaches
@@ -236,6 +209,7 @@ impl Heap {
             survivors: self.step.log.iter().filter(|i| i.stays()).count() as u64,
             device_calls: self.counters.device_allocs + self.counters.commits
                 - self.step.calls_before,
+            call_ns: self.call_ns().saturating_sub(self.step.ns_before),
             ..StepReport::default()
         };
         if let Some(carved) = &self.plan {
@@ -247,8 +221,13 @@ impl Heap {
             }
         }
         report.planned = learn && self.learn(&report)?;
+        report.choice = self.choice;
         report.plan_bytes = self.plan.as_ref().map_or(0, |c| c.replay.plan().high_water);
         Ok(report)
+    }
+
+    fn call_ns(&self) -> u64 {
+        self.alloc_time.total_ns() + self.free_time.total_ns()
     }
 
     fn learn(&mut self, report: &StepReport) -> Result<bool> {
@@ -256,6 +235,8 @@ impl Heap {
             return Ok(false);
         }
         let items = match &self.plan {
+            None if matches!(self.rule, PlanRule::Above(_)) => return self.choose(report),
+            None if self.rule == PlanRule::Never => return Ok(false),
             None => self.step.log.clone(),
             Some(carved) => {
                 // Blocks that a plan could have held: all that came and went inside the step.
@@ -273,146 +254,16 @@ impl Heap {
             }
         };
         let made = planner::plan(&items)?;
+        self.use_plan(made)
+    }
+
+    /// Put a plan made from the step that just ended in force.
+    pub(super) fn use_plan(&mut self, made: Plan) -> Result<bool> {
         if made.high_water == 0 {
             return Ok(false);
         }
         let marks = self.step.marks.clone();
         self.set_plan(made, marks)?;
         Ok(true)
-    }
-
-    /// Use `plan` from the next step on.
-    pub fn set_plan(&mut self, plan: Plan, marks: Vec<(String, u32)>) -> Result<()> {
-        if self.step.open {
-            return Err(PoolError::BadStep {
-                what: "a plan changes between steps only".into(),
-            });
-        }
-        let units =
-            u32::try_from(plan.high_water.div_ceil(UNIT)).map_err(|_| PoolError::BadPlan {
-                what: format!("needs {} bytes", plan.high_water),
-            })?;
-        let replay = Replay::new(plan)?;
-        self.dissolve_plan();
-        self.plan_serial += 1;
-        self.counters.plans += 1;
-        self.step.plan_marks = marks;
-        self.plan = Some(Carved {
-            replay,
-            serial: self.plan_serial,
-            region: None,
-            units,
-        });
-        Ok(())
-    }
-
-    /// The plan in force and its phase marks.
-    pub fn plan(&self) -> Option<(&Plan, &[(String, u32)])> {
-        self.plan
-            .as_ref()
-            .map(|c| (c.replay.plan(), self.step.plan_marks.as_slice()))
-    }
-
-    /// Drop the plan; the next step is recorded.
-    pub fn forget_plan(&mut self) -> Result<()> {
-        if self.step.open {
-            return Err(PoolError::BadStep {
-                what: "a plan is dropped between steps only".into(),
-            });
-        }
-        self.dissolve_plan();
-        self.plan = None;
-        Ok(())
-    }
-
-    /// Make sure that the region of the plan is ours.
-    fn carve(&mut self) -> bool {
-        let Some(carved) = &self.plan else {
-            return false;
-        };
-        if carved.region.is_some() {
-            return true;
-        }
-        let units = carved.units;
-        let bytes = u64::from(units) * UNIT;
-        let mut start = self.arenas[0].arena.runs.take(units);
-        if start.is_none() {
-            self.settle();
-            start = self.arenas[0].arena.runs.take(units);
-        }
-        if start.is_none() && self.config.grow_bytes > 0 {
-            // Whole free segments first, so that the plan replaces them instead of standing beside them.
-            self.trim();
-            start = self.arenas[0].arena.runs.take(units);
-            if start.is_none() && self.add_segment(bytes.div_ceil(SPAN) * SPAN, false).is_ok() {
-                start = self.arenas[0].arena.runs.take(units);
-            }
-        }
-        let Some(start) = start else { return false };
-        if self.device.commits() && self.missing_pages(start, units) > 0 && self.active.is_empty() {
-            // What the profiled step left committed elsewhere pays for the region.
-            self.decommit_free_pages();
-        }
-        if !self.touch(u64::from(start) * UNIT, bytes) {
-            self.arenas[0].arena.runs.give(start, units);
-            return false;
-        }
-        if let Some(carved) = &mut self.plan {
-            carved.region = Some(start);
-        }
-        true
-    }
-
-    /// Give the region of the plan back, except the units under live blocks, which follow when those are freed. The
-    /// plan itself stays and is carved again at the next step. True when units came free.
-    pub(super) fn dissolve_plan(&mut self) -> bool {
-        let Some(carved) = &mut self.plan else {
-            return false;
-        };
-        let Some(region) = carved.region.take() else {
-            return false;
-        };
-        let units = carved.units;
-        let slots = carved.replay.live_slots();
-        for &(index, offset, size) in &slots {
-            carved.replay.give(index);
-            let first = u64::from(region) + offset / UNIT;
-            let last =
-                u64::from(region) + (offset + size.max(1).div_ceil(QUANTUM) * QUANTUM - 1) / UNIT;
-            for unit in first..=last {
-                *self.residual.entry(unit).or_default() += 1;
-            }
-        }
-        if self.step.open {
-            self.counters.dissolved += 1;
-            if self.step.source == StepSource::Replayed {
-                self.step.source = StepSource::Dissolved;
-            }
-        }
-        let mut freed = false;
-        let mut run: Option<u32> = None;
-        for unit in region..region + units {
-            if self.residual.contains_key(&u64::from(unit)) {
-                if let Some(start) = run.take() {
-                    self.arenas[0].arena.runs.give(start, unit - start);
-                    freed = true;
-                }
-            } else if run.is_none() {
-                run = Some(unit);
-            }
-        }
-        if let Some(start) = run {
-            self.arenas[0]
-                .arena
-                .runs
-                .give(start, region + units - start);
-            freed = true;
-        }
-        // Blocks of the dissolved region carry an old serial, so a later carving never mistakes them for its own.
-        self.plan_serial += 1;
-        if let Some(carved) = &mut self.plan {
-            carved.serial = self.plan_serial;
-        }
-        freed
     }
 }
