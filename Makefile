@@ -3,6 +3,9 @@
 PY := .venv/bin/python
 PACKAGES := loongforge_comm loongforge_mem loongforge_data loongforge_fuse loongforge
 DATASET ?=
+# Every interleaving of the ring's protocol, in a target folder of its own: the flag changes all crates.
+LOOM := RUSTFLAGS="--cfg loom" cargo test --quiet --manifest-path rust/Cargo.toml -p loongforge-ring --release \
+	--test loom --target-dir rust/target/loom --locked
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test test-slow test-gpu test-wheels test-rust lint lint-types format bench docs clean
@@ -18,6 +21,7 @@ demo: setup  ## train the tiny VLA on made robot video (or DATASET=dir) on the C
 
 test: setup  ## the whole fast suite: Rust, then Python
 	@cargo test --quiet --manifest-path rust/Cargo.toml --workspace --locked
+	@$(LOOM)
 	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-slow: setup  ## long tests: whole-file decodes, chaos, wheels in empty environments
@@ -31,6 +35,7 @@ test-wheels: setup  ## each pillar's wheel alone in an empty environment, its ow
 
 test-rust: setup
 	@cargo test --manifest-path rust/Cargo.toml --workspace --locked
+	@$(LOOM)
 
 lint: setup  ## ruff, mypy, rustfmt, clippy
 	@$(PY) -m ruff check .
