@@ -10,6 +10,7 @@ turns them into one file without this package.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -192,7 +193,10 @@ def _load(state: Mapping[str, Tensor], folder: Path, *, group: ProcessGroup | No
 
     reader = dcp.FileSystemReader(folder / SHARDS)
     try:
-        dcp.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
+        with warnings.catch_warnings():
+            # torch tells that it reads in one process, which is what is meant without a group.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
     except (Exception, dcp.CheckpointException) as error:
         msg = f"the shards in {folder} cannot be read: {reason(error)}"
         raise CheckpointError(msg) from error
