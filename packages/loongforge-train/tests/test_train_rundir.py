@@ -82,6 +82,15 @@ def test_records_of_a_run_that_died_before_its_first_checkpoint_are_kept_beside(
     assert "4 earlier records are kept in metrics.1.jsonl" in caplog.text
 
 
+def test_a_damaged_later_checkpoint_does_not_stop_a_resume_and_is_written_again(tmp_path: Path) -> None:
+    train(tmp_path, steps=6)
+    (tmp_path / "epoch_0_step_6" / "model.pt").unlink()
+    result = train(tmp_path, steps=8)
+    assert result.resumed_from == tmp_path / "epoch_0_step_4"
+    assert (tmp_path / "epoch_0_step_6" / "model.pt").exists()
+    assert len(losses(tmp_path)) == 8
+
+
 def test_going_back_to_an_older_checkpoint_does_not_leave_the_newer_ones_in_the_way(tmp_path: Path) -> None:
     train(tmp_path, steps=6)
     older = str(tmp_path / "epoch_0_step_2")

@@ -32,6 +32,9 @@ def prepare(run: Path, *, start: Path | None, resume: str, earlier: str) -> None
         ConfigError: Files of an earlier run would be mixed with those of this one; nothing was changed.
     """
     goes_on = start is not None and start.parent.resolve() == run.resolve()
+    if goes_on and resume == "auto":
+        # The newest complete one was taken: above it lies only what was passed over as damaged.
+        return
     foreign = (
         later_checkpoints(run, start) if goes_on else [folder for _, _, folder in checkpoint_folders(run)]
     )
