@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import _common
+import _mem_cache
 from loongforge_mem import Trace, _core, load_trace, plan_trace, policies, simulate
 from loongforge_mem.synthetic import TransformerShape, concatenate, record_steps, transformer
 
@@ -68,11 +69,14 @@ def main() -> None:
         "c_abi_within_10us": c_abi.get("pair_within_10us"),
         "c_abi_pair_p99_us": float(c_abi["pair_p99_ns"]) / 1e3 if "pair_p99_ns" in c_abi else None,
     }
+    cache = [] if options.quick else _cache_rows()
+    ratios = [float(str(r["plan_gib"])) / float(str(r["run_fit_gib"])) for r in cache]
+    figures["cache_traffic_plan_over_runfit"] = max(ratios) if ratios else None
     notes = [
         "bound: fixed-shape rows above 100 MB without large logits (target of run fit alone: 3.2 %)",
         "heap_*: alloc + free of the whole heap with a plan; runfit_*: without; two clock reads included",
     ]
-    outcome = _common.result("mem_replay", rows=[*rows, {"trace": "c_abi", **c_abi}], figures=figures,
+    outcome = _common.result("mem_replay", rows=[*rows, {"trace": "c_abi", **c_abi}, *cache], figures=figures,
                              repetitions=steps, notes=notes)  # fmt: skip
     _common.finish(outcome, options.json)
 
@@ -225,6 +229,21 @@ def _recorded() -> Path | None:
     roots = [os.environ.get("LOONGFORGE_TEST_DATA", "")]
     roots += [str(parent / "shared" / "data") for parent in Path(__file__).resolve().parents]
     return next((Path(root) / name for root in roots if root and (Path(root) / name).exists()), None)
+
+
+def _cache_rows() -> list[dict[str, object]]:
+    """Traffic of a modelled device cache of two sizes on the recorded step, with and without a plan."""
+    found = _recorded()
+    if found is None:
+        return []
+    trace = load_trace(found)
+    rows: list[dict[str, object]] = []
+    for size in (25, 50):
+        row: dict[str, object] = {"trace": f"cache_of_{size}_mib"}
+        row["run_fit_gib"] = _mem_cache.traffic(trace, "never", cache_mib=size)
+        row["plan_gib"] = _mem_cache.traffic(trace, "always", cache_mib=size)
+        rows.append(row)
+    return rows
 
 
 def _c_abi_row(steps: int) -> dict[str, object]:

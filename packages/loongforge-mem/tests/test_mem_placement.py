@@ -37,6 +37,8 @@ def test_a_plan_takes_over_when_run_fit_wastes_more_than_the_share():
     assert stats["placement_spare_bytes"] > 0.03 * stats["placement_held_bytes"]
     assert step(heap, WASTEFUL)["source"] == "replayed"
     assert step(heap, WASTEFUL)["planned_hits"] == 2 * len(WASTEFUL)
+    assert step(heap, [size + 9 for size in WASTEFUL])["planned"], "larger shapes are learned"
+    assert heap.stats()["placement_reason"] == stats["placement_reason"], "and the reason stays"
 
 
 def test_a_share_that_the_plan_cannot_save_leaves_run_fit():
@@ -47,6 +49,19 @@ def test_a_share_that_the_plan_cannot_save_leaves_run_fit():
         assert report["source"] == expected
         assert report["placement"] == "run_fit"
     assert heap.stats()["plans"] == 0
+    assert heap.stats()["placement_reason"].startswith("28.1 % of what run fit holds is more than")
+
+
+def test_a_saving_below_one_piece_of_device_memory_is_no_saving():
+    heap = _core.Heap("fake", initial_bytes=1 << 30, grow_bytes=0, commits=True)
+    heap.set_plan_rule("above", 0.0)
+    for _ in range(3):
+        heap.begin_step(0)
+        blocks = [heap.alloc(n * MIB) for n in (3, 5, 9)]
+        for block in blocks:
+            heap.free(block)
+        heap.end_step()
+    assert heap.stats()["placement"] == "run_fit"
 
 
 def test_a_step_that_wastes_nothing_is_not_planned():

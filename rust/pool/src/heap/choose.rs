@@ -6,6 +6,7 @@
 //! more than a share of what it holds, or when memory is tight. It never changes back: the same shapes would waste it
 //! again.
 
+use super::report::bytes;
 use super::{Heap, StepReport, StepSource};
 use crate::error::Result;
 use crate::planner;
@@ -84,6 +85,10 @@ impl Choice {
         match self.reason {
             Reason::Profiling => "no step was recorded yet".into(),
             Reason::Asked => "the settings or a loaded plan ask for it".into(),
+            Reason::LittleToSave if share > least => format!(
+                "run fit holds {} more than the steps need, which is less than one piece of device memory",
+                bytes(self.spare)
+            ),
             Reason::LittleToSave => format!(
                 "{share:.1} % of what run fit holds is more than the steps need; a plan is used from {least:.1} %"
             ),

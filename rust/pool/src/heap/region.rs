@@ -74,11 +74,13 @@ impl Heap {
         self.plan_serial += 1;
         self.counters.plans += 1;
         self.step.plan_marks = marks;
-        self.choice = Choice {
-            planned: true,
-            reason: Reason::Asked,
-            ..Choice::default()
-        };
+        if !self.choice.planned {
+            self.choice = Choice {
+                planned: true,
+                reason: Reason::Asked,
+                ..Choice::default()
+            };
+        }
         self.plan = Some(Carved {
             replay,
             serial: self.plan_serial,
