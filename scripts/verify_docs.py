@@ -14,8 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "verify"
 PAGE = ROOT / "docs" / "verify.md"
-MACHINES = {"cpu": "CPU", "h200": "One NVIDIA H200"}
-COMMAND = "loongforge verify --dataset g1_pick --steps {steps} --json > docs/verify/{name}.json"
+MACHINES = {
+    "cpu": ("CPU", ""),
+    "cpu_2_ranks": ("CPU, two ranks (Gloo)", "torchrun --nproc-per-node 2 -m "),
+    "h200": ("One NVIDIA H200", ""),
+    "h200_2_ranks": ("Two NVIDIA H200 (NCCL)", "torchrun --nproc-per-node 2 -m "),
+}
+COMMAND = "loongforge verify --dataset g1_pick --steps 200 --json > docs/verify/{name}.json"
 
 HEADER = """# Proof of equality
 
@@ -40,15 +45,15 @@ How a row is judged:
 
 def render() -> str:
     """Return the whole page as Markdown."""
-    return "\n".join([HEADER, *(section(name, title) for name, title in MACHINES.items())])
+    return "\n".join([HEADER, *(section(name, *about) for name, about in MACHINES.items())])
 
 
-def section(name: str, title: str) -> str:
+def section(name: str, title: str, launcher: str) -> str:
     """Return the table of one machine, or that it has not been measured."""
     path = RESULTS / f"{name}.json"
     lines = [f"## {title}", ""]
     if not path.exists():
-        command = COMMAND.format(name=name, steps=200)
+        command = launcher + COMMAND.format(name=name)
         return "\n".join([*lines, f"Not measured yet. The command: `{command}`", ""])
     data = json.loads(path.read_text())
     settings = (

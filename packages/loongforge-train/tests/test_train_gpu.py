@@ -15,6 +15,7 @@ from loongforge.rng import seed_rank
 from loongforge.runs import build_loader
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
+from loongforge.staging import stage
 from loongforge.testing import ToyData, ToyModel, collate
 from loongforge.verify import parse_toggles, verify
 from torch import nn
@@ -134,3 +135,41 @@ def test_every_pillar_is_proven_equal(tmp_path: Path, name: str) -> None:
     assert verdict.passed, verdict
     if name in {"fuse", "graph"}:
         assert verdict.active, verdict
+
+
+def test_batches_copied_ahead_keep_the_losses_and_a_step_still_waits_for_nothing(tmp_path: Path) -> None:
+    adfe = pytest.importorskip("loongforge_data")
+    device = torch.device("cuda", 0)
+
+    def run(name: str, depth: int) -> list[dict[str, object]]:
+        model = ToyModel(hidden=512)
+        seed_rank(0, 0)
+        loader = adfe.ADFEDataLoader(
+            ToyData(256), batch_size=8, shuffle=True, seed=3, collate_fn=collate, pin_memory=True
+        )
+        staged = stage(loader, model, device, seed=0, depth=depth)
+        config = TrainConfig(
+            output=str(tmp_path / name), steps=30, epochs=50, accumulation=4, schedule="constant",
+            checkpoint=CheckpointConfig(every=0), log_interval=1000, probe_interval=0,
+        )  # fmt: skip
+        ranks = Ranks(rank=0, world_size=1, device=device)
+        one = Session(config, build_parts(config, model, BatchSource(staged), ranks))
+        if depth:
+            for _ in range(5):
+                one.engine.run_step()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                one.engine.run_step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        one.train()
+        return read_metrics(tmp_path / name)
+
+    plain, ahead = run("plain", 0), run("ahead", 2)
+    known = {record["step"]: record["loss"] for record in plain}
+    for record in ahead:
+        assert record["loss"] == pytest.approx(known[record["step"]], rel=1e-5)
+    assert ahead[-1]["data"]["device_batches"] >= 20
+    assert ahead[-1]["data"]["device_prefetch"] == 2
+    assert "device_prefetch" not in plain[-1]["data"]
