@@ -62,6 +62,22 @@ def test_the_gain_is_the_share_that_would_vanish() -> None:
     assert "4." in diagnosis.bottleneck.gain or "3.9" in diagnosis.bottleneck.gain
 
 
+def test_counters_of_the_loader_are_told_per_step_and_gauges_as_means() -> None:
+    rows = []
+    for rank in (0, 1):
+        for row in records(11, rank=rank):
+            step = int(str(row["step"]))
+            data = {
+                "decode_ms": 1000.0 + 40.0 * (rank + 1) * step,
+                "worker_busy": 0.1 * step,
+                "batches": 4.0 * step,
+            }
+            rows.append({**row, "data": data})
+    loader = summarise(rows).loader
+    assert loader == pytest.approx({"decode_ms": 60.0, "worker_busy": 0.6, "batches": 4.0})
+    assert "decode_ms" not in summarise(rows[:1]).loader, "one step does not show how much a counter grew"
+
+
 def test_unknown_phases_are_said_to_be_unknown() -> None:
     rows = [{k: v for k, v in r.items() if k != "h2d_ms"} for r in records()]
     diagnosis = diagnose(rows)

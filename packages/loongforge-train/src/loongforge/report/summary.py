@@ -19,6 +19,16 @@ PHASES = (
     "host_gap_ms",
 )
 """Parts of a step; they add up to its length."""
+COUNTERS = frozenset(
+    {
+        "batches", "samples", "data_wait_ms", "decoded_frames", "used_frames", "decode_ms", "convert_ms",
+        "worker_busy_ms", "worker_idle_ms", "worker_jobs", "table_bytes", "readahead_bytes", "gpu_frames",
+        "gpu_refused_frames", "cache_hits", "cache_misses", "copied_batches", "worker_restarts",
+        "requeued_jobs", "skipped_samples", "padded_samples", "h2d_bytes", "h2d_ms", "h2d_pageable_bytes",
+        "device_batches",
+    }
+)  # fmt: skip
+"""Entries of a record's ``data`` that only grow; what a step did is their growth."""
 
 
 def number(record: Record, name: str) -> float | None:
@@ -70,7 +80,7 @@ class Summary:
     graph_share: float | None = None
     graph_reasons: Mapping[str, int] = field(default_factory=dict)
     loader: Mapping[str, float] = field(default_factory=dict)
-    """Means of the loader's counters."""
+    """What the loader did per step (its counters), and means of its gauges."""
     comm: Mapping[str, float] = field(default_factory=dict)
     mem: Mapping[str, float] = field(default_factory=dict)
     skipped: int = 0
@@ -124,7 +134,7 @@ def summarise(records: Sequence[Record]) -> Summary:
         fusion_reasons=_reasons(records, "fusion_reason"),
         graph_share=_share(records, "graph"),
         graph_reasons=_reasons(records, "graph_reason"),
-        loader=_means(records, "data"),
+        loader=_loader(records),
         comm=_means(records, "comm"),
         mem=_means(records, "mem"),
         skipped=sum(1 for record in records if record.get("skipped") is True),
@@ -142,6 +152,25 @@ def _reasons(records: Sequence[Record], name: str) -> dict[str, int]:
     return dict(
         Counter(str(record[name]) for record in records if record.get(name) is not None).most_common()
     )
+
+
+def _loader(records: Sequence[Record]) -> dict[str, float]:
+    """Return growth per step of the loader's counters, averaged over ranks, and means of everything else."""
+    result = {name: value for name, value in _means(records, "data").items() if name not in COUNTERS}
+    growths: dict[str, list[float]] = {}
+    for rank in {record.get("rank") for record in records}:
+        own = [record for record in records if record.get("rank") == rank]
+        first, last = own[0], own[-1]
+        steps = (number(last, "step") or 0.0) - (number(first, "step") or 0.0)
+        before, after = first.get("data"), last.get("data")
+        if steps <= 0 or not isinstance(before, Mapping) or not isinstance(after, Mapping):
+            continue
+        for name in COUNTERS & set(before) & set(after):
+            grown = float(after[name]) - float(before[name])
+            # A resumed run counts from zero again.
+            if grown >= 0:
+                growths.setdefault(name, []).append(grown / steps)
+    return result | {name: sum(values) / len(values) for name, values in sorted(growths.items())}
 
 
 def _means(records: Sequence[Record], name: str) -> dict[str, float]:
