@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from loongforge_fuse import GraphRunner
+from loongforge_fuse import FusionConfig, GraphRunner, MicroBatchFuser
+from loongforge_fuse.testing import TinyVLA
 
 
 @pytest.mark.parametrize("how", ["assign", "data"])
@@ -157,3 +158,58 @@ def test_gradients_in_a_communication_buffer_stay_there(place):
         assert trainable[0].grad.data_ptr() == buffer.data_ptr()
     assert result.graph
     assert runner.stats().moved == {"gradients": 1}
+
+
+class ViewGradients(torch.autograd.Function):
+    """The sum of two weights, whose gradients are views of one tensor."""
+
+    @staticmethod
+    def forward(ctx, one, other):
+        return one + other
+
+    @staticmethod
+    def backward(ctx, grad):
+        both = torch.stack([grad, grad])
+        return both[0], both[1]
+
+
+def test_gradients_that_are_views_of_a_fresh_buffer_are_copied_in_the_end(place):
+    class Views(TinyVLA):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (torch.nn.Parameter(torch.zeros(5)) for _ in range(2))
+
+        def forward(self, batch):
+            noise = batch["noise"] + ViewGradients.apply(self.one, self.other)
+            return super().forward({**batch, "noise": noise})
+
+    ours, theirs = place.pair(Views)
+    runner = place.runner(ours)
+    for seed in range(2):
+        runner.run(place.drawn(ours, seed))
+    for step in range(8):
+        ours.zero_grad(set_to_none=True)
+        theirs.zero_grad(set_to_none=True)
+        for batch in (place.drawn(ours, step, samples=5 + step), place.drawn(ours, step)):
+            result = runner.run(batch)
+            place.plain(theirs, batch)
+        place.same_gradients(ours, theirs)
+        assert result.graph
+    assert runner.stats().moved == {"gradients": 2}
+
+
+def test_short_windows_between_whole_ones_need_no_new_capture(place):
+    ours, theirs = place.pair()
+    runner = place.runner(ours, gradients="overwrite")
+    fuser = MicroBatchFuser(ours, FusionConfig(fusion_batch_size=1, accumulation_steps=2), executor=runner)
+    plain = MicroBatchFuser(theirs, FusionConfig(fusion_batch_size=1, accumulation_steps=2))
+    for step in range(10):
+        # One pass overwrites its gradients, two add to theirs.
+        window = [place.drawn(ours, 10 * step + i) for i in range(1 + step % 2)]
+        theirs.zero_grad()
+        outcome = fuser.run(window, drawn=True)
+        plain.run(window, drawn=True)
+        place.same_gradients(ours, theirs)
+    assert outcome.graph
+    assert runner.stats().captures == 3
+    assert runner.stats().moved == {}

@@ -196,20 +196,24 @@ class GraphEntry:
                 torch._foreach_copy_(targets, sources)
         return len(targets)
 
-    def gradients_moved(self) -> str | None:
+    def gradients_moved(self, owned: frozenset[int], *, parts: bool) -> str | None:
         """Whether somebody keeps other tensors in ``p.grad``, which an adding recording never reaches.
 
         A part of a larger buffer is somebody's, and so is a tensor that comes back after it was replaced.
+
+        Args:
+            owned: Ids of gradient tensors of other recordings, which are nobody else's.
+            parts: Whether parts of larger buffers count.
         """
         if self.overwrites:
             return None
         for parameter, gradient in self.gradients:
             present = parameter.grad
-            if present is None or present is gradient:
+            if present is None or present is gradient or id(present) in owned:
                 continue
             known = self.adopted.get(id(parameter))
             back = known is not None and known() is present
-            if is_part(present) or back or not _alike(present, gradient):
+            if (parts and is_part(present)) or back or not _alike(present, gradient):
                 return "gradients"
         return None
 

@@ -32,6 +32,8 @@ from loongforge_fuse.protocol import Batch, batch_size
 _NEEDS_WARM_UP = frozenset({"requires_grad", "modules"})
 """Changes after which other parameters may receive gradients: an eager pass must be watched again."""
 
+_MOVES_FOR_PARTS = 2
+
 
 class GraphRunner:
     """Replays training passes; every shape that cannot be replayed runs eagerly, with the reason.
@@ -170,7 +172,11 @@ class GraphRunner:
 
     def _usable(self, key: tuple[Hashable, ...], entry: GraphEntry) -> bool:
         """Whether a recording still computes with the model as it is; a stale one is given up."""
-        moved = self._pointers.changed(entry.pointers) or entry.gradients_moved()
+        # Gradients that a backward pass makes as views are parts too, but new ones each time: after a few
+        # captures for their sake they are copied instead.
+        parts = self._count.moved["gradients"] < _MOVES_FOR_PARTS
+        owned = frozenset() if entry.overwrites else self._owned_gradients()
+        moved = self._pointers.changed(entry.pointers) or entry.gradients_moved(owned, parts=parts)
         moved = moved or self._pass.hyper_changed(entry.hyper)
         if moved is None:
             return True
