@@ -11,7 +11,7 @@ typedef struct { uint64_t stream; int recorded; } Event;
 static size_t budget = (size_t)1 << 34, used;
 static int busy_streams[64], capturing[64], calls_in_capture;
 static uint64_t capture_ids[64], next_capture = 1;
-static int pinned, mallocs, frees, creates, releases, records, waits, queries, syncs, mode = 0;
+static int events, pinned, mallocs, frees, creates, releases, records, waits, queries, syncs, mode = 0;
 static struct { uint64_t base; size_t bytes; } blocks[4096];
 static size_t handle_bytes[65536];
 static uint64_t next_handle = 1;
@@ -26,6 +26,7 @@ int fake_count(const char *name) {
   if (!strcmp(name, "mallocs")) return mallocs;
   if (!strcmp(name, "frees")) return frees;
   if (!strcmp(name, "pinned")) return pinned;
+  if (!strcmp(name, "events")) return events;
   if (!strcmp(name, "creates")) return creates;
   if (!strcmp(name, "releases")) return releases;
   if (!strcmp(name, "records")) return records;
@@ -63,7 +64,7 @@ int cuMemFree_v2(uint64_t at) {
 int cuMemHostRegister_v2(void *p, size_t n, unsigned f) { (void)p; (void)n; (void)f; pinned++; return 0; }
 int cuMemHostUnregister(void *p) { (void)p; pinned--; return 0; }
 
-int cuEventCreate(void **e, unsigned f) { (void)f; *e = calloc(1, sizeof(Event)); return 0; }
+int cuEventCreate(void **e, unsigned f) { (void)f; events++; *e = calloc(1, sizeof(Event)); return 0; }
 int cuEventRecord(void *e, void *s) {
   if (any_capture()) { calls_in_capture++; return 900; }
   records++; ((Event *)e)->stream = (uint64_t)s; ((Event *)e)->recorded = 1; return 0;

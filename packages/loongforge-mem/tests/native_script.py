@@ -348,7 +348,36 @@ def pinned(d: Driver) -> dict:
     return {"seen": seen}
 
 
+def refused(d: Driver) -> dict:
+    """A stream that refuses events, because somebody else's capture runs, asked at every allocation."""
+    _core.configure("cuda", initial_bytes=64 * MIB, grow_bytes=0)
+    d.alloc(MIB)
+    shared = d.alloc(MIB)
+    d.record_(shared, 5)
+    d.fake.fake_capture(9, 1)
+    d.free(shared)
+    for _ in range(200):
+        d.free(d.alloc(MIB))
+    waiting = d.stats()["waiting_blocks"]
+    d.fake.fake_capture(9, 0)
+    d.free(d.alloc(MIB))
+    return {"events": d.count("events"), "waiting": waiting, "after": d.stats()["waiting_blocks"]}
+
+
 if __name__ == "__main__":
-    scenarios = (pinned, blocks, vmm, streams, graphs, oom, speed, threads, forked, leaving, captured_in_step)
+    scenarios = (
+        refused,
+        pinned,
+        blocks,
+        vmm,
+        streams,
+        graphs,
+        oom,
+        speed,
+        threads,
+        forked,
+        leaving,
+        captured_in_step,
+    )
     scenario = {f.__name__: f for f in scenarios}[sys.argv[1]]
     sys.stdout.write(json.dumps(scenario(Driver(sys.argv[2], sys.argv[3]))) + "\n")

@@ -145,6 +145,43 @@ def test_a_capture_on_the_stream_of_a_step_is_not_part_of_it(libraries):
     assert out["apart"]
 
 
+def test_an_event_that_a_stream_refuses_is_used_again(libraries):
+    out = _run(libraries, "refused")
+    assert out["waiting"] == 1
+    assert out["after"] == 0
+    assert out["events"] == 1, "one event, asked for two hundred times"
+
+
+COLLECTING = """
+import gc, weakref
+from loongforge_mem import _core
+heap = _core.Heap("fake", initial_bytes=1 << 30, grow_bytes=0)
+class Node: pass
+def leave_garbage():
+    node = Node()
+    node.me = node
+    weakref.finalize(node, heap.free, heap.alloc(1 << 20))
+for _ in range(20):
+    gc.disable()
+    leave_garbage()
+    held = [{} for _ in range(200)]  # the interpreter keeps 80 dictionaries ready: use them up
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    heap.stats()
+gc.disable()
+gc.collect()
+print(heap.stats()["requested_bytes.current"])
+"""
+
+
+def test_statistics_do_not_hang_when_garbage_is_collected_meanwhile():
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["0"]
+
+
 def test_page_locks_end_with_their_mapping(libraries):
     pytest.importorskip("torch")
     out = _run(libraries, "pinned")

@@ -270,22 +270,26 @@ impl Device for CudaDevice {
     }
 
     fn record(&mut self, stream: StreamId) -> Result<EventId> {
-        let spare = self.events.pop();
-        self.with(|d, _| {
-            let mut event = spare.unwrap_or(0) as Handle;
-            // SAFETY: a fresh or recycled event; the stream handle comes from torch and is alive.
-            unsafe {
-                if event.is_null() {
-                    // 2: no timing.
-                    check("cuEventCreate", (d.event_create)(&raw mut event, 2))?;
-                }
-                check(
-                    "cuEventRecord",
-                    (d.event_record)(event, stream_handle(stream)),
-                )?;
-            }
-            Ok(event as EventId)
-        })
+        let event = match self.events.pop() {
+            Some(event) => event,
+            None => self.with(|d, _| {
+                let mut event = ptr::null_mut();
+                // SAFETY: out parameter of the declared type; 2: no timing.
+                check("cuEventCreate", unsafe {
+                    (d.event_create)(&raw mut event, 2)
+                })?;
+                Ok(event as EventId)
+            })?,
+        };
+        let recorded = self.with(|d, _| {
+            // SAFETY: an event of ours; the stream handle comes from torch and is alive.
+            check("cuEventRecord", unsafe {
+                (d.event_record)(event as Handle, stream_handle(stream))
+            })
+        });
+        // A stream that refuses (it captures, or is gone) is asked again later, so the event must not be lost.
+        recorded.inspect_err(|_| self.events.push(event))?;
+        Ok(event)
     }
 
     fn done(&mut self, event: EventId) -> Result<bool> {

@@ -7,7 +7,7 @@ use pyo3::types::PyDict;
 
 use crate::global;
 use crate::parts::{PlanParts, StateParts, plan_from, plan_rule, state_parts};
-use crate::stats::{heap_stats, source_name, step_report, to_python};
+use crate::stats::{Figures, heap_stats, source_name, step_report, to_python};
 
 fn none_yet(device: i32) -> PyErr {
     PyRuntimeError::new_err(format!("no memory was allocated on device {device} yet"))
@@ -67,9 +67,8 @@ pub fn global_end_step(py: Python<'_>, device: i32, learn: bool) -> PyResult<Bou
 /// Figures of a device, or None before its first allocation.
 #[pyfunction]
 pub fn global_stats(py: Python<'_>, device: i32) -> PyResult<Option<Bound<'_, PyDict>>> {
-    global::existing(device)
-        .map(|heap| heap_stats(py, &heap))
-        .transpose()
+    let figures = global::existing(device).map(|heap| Figures::of(&heap));
+    figures.map(|f| heap_stats(py, f)).transpose()
 }
 
 /// Start peaks (and, with `totals`, running totals and times) again.

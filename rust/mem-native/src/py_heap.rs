@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 
 use crate::global::{GlobalConfig, make};
 use crate::parts::{PlanParts, StateParts, heap_config, plan_from, plan_rule, source, state_parts};
-use crate::stats::{heap_stats, source_name, step_report, to_python};
+use crate::stats::{Figures, heap_stats, source_name, step_report, to_python};
 
 /// A heap that Python owns.
 #[pyclass(name = "Heap", module = "loongforge_mem._core", frozen)]
@@ -149,7 +149,8 @@ impl PyHeap {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        heap_stats(py, &self.lock())
+        let figures = Figures::of(&self.lock());
+        heap_stats(py, figures)
     }
 
     #[pyo3(signature = (*, totals=false))]

@@ -1,7 +1,7 @@
 //! Statistics as flat dictionaries.
 
 use loongforge_pool::error::PoolError;
-use loongforge_pool::heap::{Choice, Heap, LABEL_NAMES, Reason, StepReport, StepSource};
+use loongforge_pool::heap::{Choice, Heap, HeapStats, LABEL_NAMES, Reason, StepReport, StepSource};
 use loongforge_pool::replay::MISS_NAMES;
 use loongforge_pool::stats::{Gauge, Histogram};
 use pyo3::exceptions::{PyKeyError, PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
@@ -39,9 +39,34 @@ fn times(out: &Bound<'_, PyDict>, name: &str, h: &Histogram) -> PyResult<()> {
     out.set_item(format!("{name}.within_10us"), h.fraction_within(10_000))
 }
 
+/// The figures of a heap at one moment. They are taken under its lock and turned into Python objects without it: making
+/// an object may collect garbage, and garbage may be tensors, whose frees need the lock.
+pub struct Figures {
+    heap: HeapStats,
+    alloc: Histogram,
+    free: Histogram,
+    choice: Choice,
+    reason: String,
+    last_oom: Option<String>,
+}
+
+impl Figures {
+    /// The figures now.
+    pub fn of(heap: &Heap) -> Self {
+        Self {
+            heap: heap.stats(),
+            alloc: heap.alloc_time.clone(),
+            free: heap.free_time.clone(),
+            choice: heap.choice(),
+            reason: heap.choice().text(heap.plan_rule()),
+            last_oom: heap.last_oom().map(str::to_owned),
+        }
+    }
+}
+
 /// All figures of a heap.
-pub fn heap_stats<'py>(py: Python<'py>, heap: &Heap) -> PyResult<Bound<'py, PyDict>> {
-    let s = heap.stats();
+pub fn heap_stats(py: Python<'_>, figures: Figures) -> PyResult<Bound<'_, PyDict>> {
+    let s = figures.heap;
     let out = PyDict::new(py);
     for (name, value) in LABEL_NAMES.iter().zip(s.labels) {
         gauge(&out, &format!("{name}_bytes"), value)?;
@@ -79,17 +104,17 @@ pub fn heap_stats<'py>(py: Python<'py>, heap: &Heap) -> PyResult<Bound<'py, PyDi
     for (name, value) in MISS_NAMES.iter().zip(s.replay.misses) {
         out.set_item(format!("misses.{name}"), value)?;
     }
-    let choice = heap.choice();
+    let choice = figures.choice;
     out.set_item("placement", placement_name(choice))?;
-    out.set_item("placement_reason", choice.text(heap.plan_rule()))?;
+    out.set_item("placement_reason", figures.reason)?;
     out.set_item("placement_held_bytes", choice.held)?;
     out.set_item("placement_spare_bytes", choice.spare)?;
     out.set_item("internal_waste", s.internal)?;
     out.set_item("reserve_overhead", s.reserve)?;
     out.set_item("external_fragmentation", s.external)?;
-    times(&out, "alloc", &heap.alloc_time)?;
-    times(&out, "free", &heap.free_time)?;
-    out.set_item("last_oom", heap.last_oom())?;
+    times(&out, "alloc", &figures.alloc)?;
+    times(&out, "free", &figures.free)?;
+    out.set_item("last_oom", figures.last_oom)?;
     Ok(out)
 }
 
