@@ -3,8 +3,12 @@
 Batch 16, 2 workers, full-size uint8 frames, 16-step action window, whole epochs including the first batch,
 workers already running. ``--rivals`` measures LeRobot 0.4.4 (both backends), SPDL, torchcodec and plain
 PyAV in an environment of their own, made with uv in $LOONGFORGE_RIVAL_ENV (default:
-~/.cache/loongforge/rivals); without it those rows are skipped with a reason. Ratios compare medians of one
-run on one machine.
+~/.cache/loongforge/rivals); without it those rows are skipped with a reason. Loaders take turns in rounds,
+and ratios are taken within rounds.
+
+A full run takes some minutes; on a shared machine it can be taken in parts of three to four minutes each:
+``--rivals --sets g1_pick_v30 --skip-wait``, the same for ``h264_g30_two_cameras``, and last
+``--sets --rows-from PART1 PART2``, which measures the wait and writes everything.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,14 +26,15 @@ from pathlib import Path
 
 import psutil
 from _common import finish, parser, result, spread
+from _data_rival_host import RIVALS, Rival, rival_python
 from loongforge_data.dataset import open_dataset
 from loongforge_data.loader import ADFEDataLoader
 from loongforge_data.synthetic import write_dataset
 from loongforge_data.video import VideoFile
 
 BATCH, WORKERS = 16, 2
-RIVALS = ("lerobot-pyav", "lerobot-torchcodec", "torchcodec", "spdl", "pyav")
-RIVAL_PACKAGES = ("lerobot==0.4.4", "torch==2.10.*", "spdl==0.8.0", "spdl-io==0.8.0")
+FASTEST_STEP = 0.067
+"""Seconds of the fastest step measured with such a batch: a GR00T N1.6 shaped model, CUDA graph, one H200."""
 Row = dict[str, object]
 
 
@@ -130,113 +134,43 @@ class Floor:
         self.video.close()
 
 
-class Rival:
-    """Another loader in its own environment, asked for one repetition at a time."""
-
-    shuffle = "full"
-
-    def __init__(self, python: Path, kind: str, root: Path, *, batches: int) -> None:
-        libraries = python.parent.parent / "ffmpeg"
-        quiet = {"LD_LIBRARY_PATH": str(libraries), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-        script = Path(__file__).with_name("_data_rivals.py")
-        command = [str(python), str(script), kind, str(root), "--batches", str(batches)]
-        self.name = kind
-        self.problem: str | None = None
-        self.process = subprocess.Popen(
-            command,
-            env={**os.environ, **quiet},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._answer("ready")
-
-    def _answer(self, key: str) -> object:
-        for line in self.process.stdout or ():
-            if line.startswith("{") and key in (answer := json.loads(line)):
-                return answer[key]
-        errors = (self.process.stderr.read() if self.process.stderr else "").strip().splitlines()
-        self.problem = (errors or ["no output"])[-1][:200]
-        return None
-
-    def rate(self) -> float | None:
-        """Return samples per second, or None when it does not run."""
-        if self.problem is not None or self.process.stdin is None:
-            return None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-        found = self._answer("rate")
-        return found if isinstance(found, float) else None
-
-    def facts(self) -> Row:
-        """Return why it did not run, if so."""
-        return {} if self.problem is None else {"skipped": self.problem}
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.communicate()
-
-
-def rival_python() -> Path:
-    """Make the rivals' environment if it is absent and return its interpreter."""
-    folder = Path(os.environ.get("LOONGFORGE_RIVAL_ENV", Path.home() / ".cache" / "loongforge" / "rivals"))
-    python = folder / "bin" / "python"
-    if not python.exists():
-        uv = shutil.which("uv")
-        if uv is None:
-            msg = "uv is not installed, so the rivals' environment cannot be made"
-            raise RuntimeError(msg)
-        subprocess.run([uv, "venv", "--python", "3.11", str(folder)], check=True)
-        subprocess.run([uv, "pip", "install", "--python", str(python), *RIVAL_PACKAGES], check=True)
-    _link_ffmpeg(folder)
-    return python
-
-
-def _link_ffmpeg(folder: Path) -> None:
-    """Give torchcodec the FFmpeg libraries that PyAV's wheel brings, under the names it looks for."""
-    target = folder / "ffmpeg"
-    target.mkdir(exist_ok=True)
-    for library in folder.glob("lib/python*/site-packages/av.libs/*"):
-        stem, _, version = library.name.partition(".so.")
-        plain = f"{stem.split('-')[0]}.so.{version.split('.')[0]}"
-        for name in (library.name, plain):
-            if not (target / name).exists():
-                (target / name).symlink_to(library.resolve())
-
-
 def wait_share(root: Path, *, quick: bool) -> Row:
     """Measure the wait with a consumer that works a fixed time for which supply suffices; also memory and
-    files.
+    open files of the trainer and its workers, epoch by epoch.
     """
     dataset = open_dataset(root, window={"action": range(16)})
     loader: ADFEDataLoader = ADFEDataLoader(dataset, BATCH, WORKERS, shuffle="full", persistent_workers=True)
-    list(loader)
+    for _ in loader:  # workers start, every slot is touched
+        pass
     started = time.perf_counter()
-    list(loader)
-    # Half as much again as a batch costs here and now, so that supply suffices; never less than 40 ms.
-    step = max(0.04, 1.5 * (time.perf_counter() - started) / len(loader))
+    for _ in loader:
+        pass
+    # Half as much again as a batch costs here and now, so that supply suffices.
+    step = max(FASTEST_STEP, 1.5 * (time.perf_counter() - started) / len(loader))
     process = psutil.Process()
     family = [process, *process.children(recursive=True)]
-    memory, files, shares = [], [], []
+    memory, files, shares, waits = [], [], [], []
     for _ in range(3 if quick else 20):
         before, start = _number(loader.stats()["data_wait_ms"]), time.perf_counter()
         for _ in loader:
+            waits.append(_number(loader.stats()["last_data_wait_ms"]))
             time.sleep(step)
         wall = 1e3 * (time.perf_counter() - start)
         shares.append((_number(loader.stats()["data_wait_ms"]) - before) / wall)
         memory.append(sum(p.memory_full_info().uss for p in family if p.is_running()) / 2**20)
         files.append(max(p.num_fds() for p in family if p.is_running()))
     loader.close()
+    waits.sort()
     return {
         "loader": "loongforge-data, fixed steps",
         "step_ms": 1e3 * step,
         "shuffle": "full",
         "data_wait_share": spread(shares),
-        "uss_mib_first": memory[0],
-        "uss_mib_last": memory[-1],
-        "open_files_most": max(files),
+        "wait_ms_p50": waits[len(waits) // 2],
+        "wait_ms_p99": waits[int(0.99 * len(waits))],
+        "wait_ms_max": waits[-1],
+        "uss_mib": [round(value, 1) for value in memory],
+        "open_files": files,
         "epochs": len(shares),
     }
 
@@ -313,6 +247,12 @@ def figures(rows: Sequence[Row]) -> Mapping[str, float | None]:
     result_["data_wait_share"] = (
         statistics.median(s["median"] for s in shares if isinstance(s, dict)) if shares else None
     )
+    for row in rows:
+        memory, files = row.get("uss_mib"), row.get("open_files")
+        if isinstance(memory, list) and isinstance(files, list):
+            # The first epoch against the last: growth per epoch would show here twenty times over.
+            result_["memory_last_epoch_over_first"] = memory[-1] / memory[0]
+            result_["open_files_most"] = max(files)
     return result_
 
 
@@ -335,8 +275,6 @@ def main() -> None:
             python = rival_python()
         except (RuntimeError, subprocess.CalledProcessError) as error:
             reason = str(error)
-    # A full run takes some minutes; on a shared machine it can be taken in parts (--sets, --skip-wait,
-    # --rows-from).
     rows: list[Row] = [row for path in options.rows_from for row in json.loads(path.read_text())["rows"]]
     with tempfile.TemporaryDirectory() as folder:
         sets = data_sets(Path(folder), options.sets, quick=options.quick)

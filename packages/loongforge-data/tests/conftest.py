@@ -1,14 +1,21 @@
 """Material for the tests: shared real data where it is there, and small clips made on the spot."""
 
 import hashlib
+import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import ClassVar
 
 import av
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from loongforge_data.formats.upgrade import convert_to_v30
+from loongforge_data.synthetic import read_code, write_dataset
 
 os.environ.setdefault("SVT_LOG", "1")
 
@@ -138,3 +145,107 @@ class ClipTools:
 def clips() -> type[ClipTools]:
     """Tools to write and check small clips."""
     return ClipTools
+
+
+class SetTools:
+    """Small data sets with painted frames, and what tests change about them, as one fixture."""
+
+    FRONT = "observation.images.front"
+    LENGTHS: ClassVar = [7, 13, 1, 29, 31]
+    LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
+
+    @staticmethod
+    def assert_painted(dataset, rows=None):
+        """Every sample shows its own episode and frame on every camera."""
+        for i in range(len(dataset)) if rows is None else rows:
+            sample = dataset[i]
+            for camera in dataset.cameras:
+                picture = sample[camera] if sample[camera].ndim == 3 else sample[camera][0]
+                got = read_code(picture)
+                assert got == (int(sample["episode_index"]), int(sample["frame_index"])), (i, camera)
+
+    @staticmethod
+    def edit_json(path, **changes):
+        data = json.loads(path.read_text())
+        data.update(changes)
+        path.write_text(json.dumps(data))
+
+    @staticmethod
+    def edit_table(path, change):
+        pq.write_table(change(pq.read_table(path)), path)
+
+    @staticmethod
+    def set_column(table, name, values):
+        column = pa.array(values) if not isinstance(values, pa.Array) else values
+        return table.set_column(table.column_names.index(name), name, column)
+
+    @staticmethod
+    def episode_table(v30):
+        return v30 / "meta/episodes/chunk-000/file-000.parquet"
+
+    @staticmethod
+    def parquet(v21, episode):
+        return v21 / f"data/chunk-000/episode_{episode:06d}.parquet"
+
+    @staticmethod
+    def video(v21, episode, camera=FRONT):
+        return v21 / f"videos/chunk-000/{camera}/episode_{episode:06d}.mp4"
+
+    @staticmethod
+    def picture_set(root, lengths):
+        """A v2.1 set whose pictures are PNG bytes in the table."""
+        import io
+
+        from loongforge_data.synthetic import render, simulate
+        from PIL import Image
+
+        write_dataset(root, episodes=len(lengths), frames=lengths, cameras=0)
+        info = json.loads((root / "meta/info.json").read_text())
+        info["features"]["observation.images.eye"] = {
+            "dtype": "image",
+            "shape": [64, 64, 3],
+            "names": ["height", "width", "channels"],
+        }
+        (root / "meta/info.json").write_text(json.dumps(info))
+        for episode, length in enumerate(lengths):
+            track = simulate(0, episode, length)
+            cells = []
+            for t in range(length):
+                data = io.BytesIO()
+                Image.fromarray(render(track, t, camera=0, size=(64, 64), episode=episode)).save(data, "PNG")
+                cells.append({"bytes": data.getvalue(), "path": f"frame_{t:06d}.png"})
+            column = pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+            SetTools.edit_table(
+                SetTools.parquet(root, episode),
+                lambda t, c=column: t.append_column("observation.images.eye", c),
+            )
+        return root
+
+
+@pytest.fixture(scope="session")
+def sets() -> type[SetTools]:
+    """Tools to make and change small data sets."""
+    return SetTools
+
+
+@pytest.fixture(scope="session")
+def v21_source(tmp_path_factory):
+    root = tmp_path_factory.mktemp("base") / "v21"
+    return write_dataset(root, episodes=5, frames=SetTools.LENGTHS, cameras=2, size=(64, 64), gop=4)
+
+
+@pytest.fixture(scope="session")
+def v30_source(tmp_path_factory, v21_source):
+    root = tmp_path_factory.mktemp("base") / "v30"
+    convert_to_v30(v21_source, root, video_file_mb=0.02)
+    return root
+
+
+@pytest.fixture
+def v21(tmp_path, v21_source):
+    return Path(shutil.copytree(v21_source, tmp_path / "v21"))
+
+
+@pytest.fixture
+def v30(tmp_path, v30_source):
+    return Path(shutil.copytree(v30_source, tmp_path / "v30"))

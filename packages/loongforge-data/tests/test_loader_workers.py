@@ -15,9 +15,11 @@ import pytest
 from loongforge_data.errors import DataError
 from loongforge_data.loader import ADFEDataLoader
 from loongforge_data.pipeline import RingPipeline
+from loongforge_data.supervision import CHECK_SECONDS
 from loongforge_data.testing import Faults, ToyDataset, indices_of
 from loongforge_data.workers import server
 from loongforge_data.workers.crew import WorkerError
+from loongforge_data.workers.loop import _run_or_die
 
 
 def flat(batches):
@@ -344,6 +346,10 @@ def test_statistics_have_stable_names():
         "worker_jobs",
         "table_bytes",
         "readahead_bytes",
+        "gpu_frames",
+        "gpu_refused_frames",
+        "decode",
+        "decode_reason",
         "cache_hits",
         "cache_misses",
         "cache_hit_rate",
@@ -387,6 +393,8 @@ def test_statistics_have_stable_names():
         ({"timeout": 0}, "timeout"),
         ({"slots": 1}, "slots"),
         ({"readahead": "mmap"}, "readahead"),
+        ({"niceness": -1}, "niceness"),
+        ({"decode": "gpu"}, "decode"),
     ],
 )
 def test_bad_arguments_are_named(arguments, word):
@@ -408,3 +416,65 @@ def test_batches_of_thousands_of_samples_fit_the_board():
         batches = indices_of(loader)
     assert [len(batch) for batch in batches] == [2500, 2500, 1000]
     assert sorted(i for batch in batches for i in batch) == list(range(6000))
+
+
+@pytest.mark.parametrize("niceness", [0, 5])
+def test_workers_give_way_to_the_trainer_unless_told_not_to(niceness):
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    with ADFEDataLoader(ToyDataset(40), 2, 2, niceness=niceness, persistent_workers=True) as loader:
+        next(iter(loader))
+        for pid in pids(loader).values():
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, mine + niceness)
+            assert os.sched_getscheduler(pid) == (os.SCHED_BATCH if niceness else os.sched_getscheduler(0))
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine
+
+
+@pytest.mark.timeout(60)
+def test_dead_worker_is_replaced_while_batches_are_still_ready():
+    """Its absence must not be noticed only when the ring has run empty."""
+    with ADFEDataLoader(ToyDataset(400), 2, 2, prefetch_factor=20, persistent_workers=True) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        deadline = time.monotonic() + 20
+        while loader.stats()["queue_ready_batches"] < 30:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+        victim = psutil.Process(pids(loader)[1])
+        victim.kill()
+        psutil.wait_procs([victim], timeout=20)
+        time.sleep(2 * CHECK_SECONDS)
+        next(iterator)
+        assert loader.stats()["queue_ready_batches"] > 20
+        assert loader.stats()["worker_restarts"] == 1
+
+
+def test_error_that_a_job_cannot_report_ends_the_worker_process(capfd):
+    """A thread that vanished alone would keep its job until the time limit."""
+
+    class Broken:
+        def run(self):
+            msg = "not a job's fault"
+            raise RuntimeError(msg)
+
+    child = os.fork()
+    if child == 0:
+        thread = threading.Thread(target=_run_or_die, args=(Broken(),))
+        thread.start()
+        thread.join()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert "not a job's fault" in capfd.readouterr().err
+
+
+def test_slots_that_retuning_leaves_unused_give_their_memory_back():
+    with ADFEDataLoader(
+        ToyDataset(64, width=5000), 2, 1, slots=8, slot_mb=1, persistent_workers=True, lookahead=False
+    ) as loader:
+        assert flat(loader) == list(range(64))
+        pipeline = loader.pipeline
+        assert isinstance(pipeline, RingPipeline)
+        assert all(pipeline.ring.reserved(slot) > 0 for slot in range(8))
+        pipeline.set_active(3)
+        assert [pipeline.ring.reserved(slot) > 0 for slot in range(8)] == [True] * 3 + [False] * 5
+        assert flat(loader) == list(range(64))

@@ -7,7 +7,7 @@ import av
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loongforge_data.video import VideoFile
+from loongforge_data.video import VideoFile, key_frames, probe, video_index
 from loongforge_data.video.mp4 import read_samples
 
 MEDIA = (
@@ -32,6 +32,12 @@ def assert_equal(clips, path: Path, order: list[int]) -> None:
         assert [int(p) for p in video.index.pts] == [pts for pts, _ in expected]
         wrong = [i for i in order if clips.digest(video.frame(i)) != expected[i][1]]
         assert not wrong
+
+
+def test_the_list_of_sample_media_is_the_folder(shared_data):
+    """The tests below claim every video file; sound files are for other tests."""
+    found = {path.name for path in (shared_data / "media").iterdir() if path.suffix not in (".mp3", ".wav")}
+    assert found == set(MEDIA)
 
 
 @pytest.mark.parametrize("name", MEDIA)
@@ -249,3 +255,30 @@ def test_frames_nobody_refers_to_are_not_decoded_on_the_way(tmp_path, clips, pyr
     with VideoFile(path) as video:
         assert [clips.digest(f) for _, f in video.decode(range(60))] == [d for _, d in expected]
         assert video.counters.passed_by == 0
+
+
+def assert_same_keys(path: Path) -> None:
+    index = video_index(path)
+    known, probe._indices = probe._indices, probe.IndexCache()
+    try:
+        quick = key_frames(path)
+    finally:
+        probe._indices = known
+    shown = index.display[index.keys]
+    assert quick.tolist() == sorted(shown[shown >= 0].tolist())
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_key_frames_read_alone_equal_those_of_the_whole_table(tmp_path, clips, name):
+    codec, options, suffix = ENCODINGS[name]
+    pixel_format = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+    path = clips.write(
+        tmp_path / f"clip{suffix}", codec=codec, options=options, frames=45, pixel_format=pixel_format
+    )
+    assert_same_keys(path)
+
+
+def test_key_frames_of_every_shared_file_equal_those_of_the_whole_table(shared_data):
+    real = sorted(shared_data.glob("g1*/videos/**/*.mp4"))
+    for path in [*(shared_data / "media" / name for name in MEDIA), *real]:
+        assert_same_keys(path)

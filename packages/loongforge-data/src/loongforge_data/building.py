@@ -15,14 +15,22 @@ from loongforge_data.pinning import SlotPinner
 from loongforge_data.pipeline import RingPipeline, RingSettings
 from loongforge_data.prefetch import MODES, Mode
 from loongforge_data.sizing import RingSize, available_bytes, ring_size
-from loongforge_data.startup import MapDataset, check_range, following, threads_per_worker
+from loongforge_data.startup import DECODES, Decode, MapDataset, check_range, following, threads_per_worker
 from loongforge_data.telemetry import LoaderCounters, Stat
 from loongforge_data.workers.crew import START_METHODS, choose_method
 from loongforge_data.workers.loop import WorkerSpec
 
 _TABLE_BYTES = 1 << 20
 NO_FACTS: Mapping[str, Stat] = dict.fromkeys(
-    ("start_method", "start_method_reason", "pin_reason", "slot_bytes", "slots_reason")
+    (
+        "decode",
+        "decode_reason",
+        "start_method",
+        "start_method_reason",
+        "pin_reason",
+        "slot_bytes",
+        "slots_reason",
+    )
 )
 """What is known of a pipeline that was not started."""
 
@@ -67,6 +75,10 @@ class PipelineOptions:
     """How worker processes are started; None chooses."""
     timeout: float
     """Seconds after which a job counts as hung."""
+    decode: Decode
+    """Where video is decoded."""
+    niceness: int
+    """How much worker processes give way to the trainer, 0 (as equals) to 19."""
 
     def __post_init__(self) -> None:
         check_range("num_workers", self.num_workers, 0, 1024)
@@ -74,6 +86,10 @@ class PipelineOptions:
         check_range("slot_mb", self.slot_mb, 1, 1 << 20)
         if isinstance(self.slots, int):
             check_range("slots", self.slots, 2, 4096)
+        if self.decode not in DECODES:
+            msg = f"decode is {self.decode!r}, allowed are {DECODES}"
+            raise ValueError(msg)
+        check_range("niceness", self.niceness, 0, 19)
         if self.readahead not in MODES:
             msg = f"readahead is {self.readahead!r}, allowed are {MODES}"
             raise ValueError(msg)
@@ -138,6 +154,7 @@ def start_pipeline(
         WorkerError: Workers cannot be started.
     """
     workers = options.num_workers
+    gpu, refusal = _on_gpu(options)
     spec = WorkerSpec(
         dataset=options.dataset,
         collate_fn=options.collate_fn,
@@ -147,9 +164,12 @@ def start_pipeline(
         threads=options.threads_per_worker or threads_per_worker(workers, video=options.video),
         cache=options.cache,
         readahead=options.readahead,
+        niceness=options.niceness,
+        gpu=gpu,
     )
+    where: dict[str, Stat] = {"decode": "cuda" if gpu else "cpu", "decode_reason": refusal}
     if workers == 0:
-        return Started(pipeline=InlinePipeline(spec))
+        return Started(pipeline=InlinePipeline(spec), facts={**NO_FACTS, **where})
     size = options.ring_size(available=available_bytes(), least=options.prefetch_factor * workers + 3)
     method, method_reason, payload = choose_method(options.multiprocessing_context, spec)
     settings = RingSettings(
@@ -166,6 +186,7 @@ def start_pipeline(
     ring = RingPipeline(spec, settings, counters, following if options.lookahead else None)
     pinner, pin_reason = _pinner(ring) if options.pin_memory else (None, None)
     facts: dict[str, Stat] = {
+        **where,
         "start_method": method,
         "start_method_reason": method_reason,
         "pin_reason": pin_reason,
@@ -173,6 +194,16 @@ def start_pipeline(
         "slots_reason": size.reason,
     }
     return Started(pipeline=ring, pinner=pinner, facts=facts)
+
+
+def _on_gpu(options: PipelineOptions) -> tuple[bool, str | None]:
+    """Return whether video is decoded on the GPU, and why not where that was asked for."""
+    if options.decode == "cpu":
+        return False, None
+    from loongforge_data.video.hardware import Refusal, probe
+
+    refusal = probe() if options.video else Refusal.NO_VIDEO
+    return refusal is None, None if refusal is None else str(refusal)
 
 
 def _pinner(ring: RingPipeline) -> tuple[SlotPinner | None, str | None]:

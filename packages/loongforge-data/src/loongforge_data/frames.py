@@ -37,6 +37,8 @@ class FrameReader:
         layouts: Per camera, how pictures are cropped and resized.
         cache: Decoded frames on disk, or None.
         count: Called with a counter's name and an amount.
+        max_open: Most idle decoders.
+        gpu: Decode on the GPU where it gives the CPU's frames.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class FrameReader:
         cache: FrameCache | None = None,
         count: Callable[[str, int], None] | None = None,
         max_open: int = MAX_OPEN,
+        gpu: bool = False,
     ) -> None:
         self._layouts = layouts
         self._cache = cache
@@ -53,7 +56,8 @@ class FrameReader:
         # Imported here: data sets without video need no decoder library.
         from loongforge_data.video import DecoderPool
 
-        self._pool = DecoderPool(max_open=max_open, max_bytes=MAX_DECODER_BYTES)
+        self._pool = DecoderPool(max_open=max_open, max_bytes=MAX_DECODER_BYTES, gpu=gpu)
+        self._gpu = gpu
         self._seen = {"decoded": 0, "opened": 0, "seeks": 0}
 
     def read(
@@ -125,6 +129,8 @@ class FrameReader:
                         # Counted before the frame is marked: who sees the batch sees its counts too.
                         self._count("decoded_frames", video.counters.decoded - before)
                         self._count("used_frames", 1)
+                        if self._gpu:
+                            self._count("gpu_frames" if video.on_gpu else "gpu_refused_frames", 1)
                         before = video.counters.decoded
                         self._spread(target, targets, places)
                         converting += time.perf_counter_ns() - since

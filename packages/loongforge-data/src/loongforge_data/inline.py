@@ -58,7 +58,7 @@ class InlinePipeline:
         self._reader: FrameReader | None = None
         if isinstance(spec.dataset, VideoDataset):
             cache = None if spec.cache is None else FrameCache(spec.cache)
-            self._reader = FrameReader(spec.images, cache=cache, count=self._count)
+            self._reader = FrameReader(spec.images, cache=cache, count=self._count, gpu=spec.gpu)
 
     def _count(self, name: str, amount: int) -> None:
         self._counts[name] += amount

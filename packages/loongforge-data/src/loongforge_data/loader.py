@@ -23,7 +23,7 @@ from loongforge_data.planning import VideoDataset
 from loongforge_data.prefetch import Mode
 from loongforge_data.resume import LoaderState, check_state, read_state
 from loongforge_data.sizing import DEFAULT_SLOT_MB, slots_needed
-from loongforge_data.startup import MapDataset, block_starts, cache_config, fingerprint
+from loongforge_data.startup import Decode, MapDataset, block_starts, cache_config, fingerprint
 from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
 
 Batch = TypeVar("Batch")
@@ -76,6 +76,11 @@ class ADFEDataLoader(Generic[Batch]):
         multiprocessing_context: "server" (a clean process that workers are forked from), "fork", "spawn" or
             "forkserver"; None takes "server", or "fork" for what cannot be pickled.
         timeout: Seconds after which a worker's job counts as hung and is done again by a new worker.
+        decode: Where video is decoded: "cpu", or "cuda" and "auto" for the GPU in the worker processes, where
+            it gives the CPU's frames; what falls back is counted in ``gpu_refused_frames``, and
+            ``decode_reason`` says why nothing can be decoded there. See `video.hardware`.
+        niceness: How much workers give way to the trainer where cores are short: their nice value, 0 to 19.
+            Above 0 they are also batch work, which does not push the trainer aside when it wakes up.
 
     Raises:
         ValueError: An argument is outside of what it names.
@@ -109,6 +114,8 @@ class ADFEDataLoader(Generic[Batch]):
         lookahead: bool = True,
         multiprocessing_context: str | None = None,
         timeout: float = 60.0,
+        decode: Decode = "cpu",
+        niceness: int = 5,
     ) -> None:
         if not 0 <= rank < world_size:
             msg = f"rank is {rank}, allowed is 0 <= rank < world_size = {world_size}"
@@ -140,6 +147,8 @@ class ADFEDataLoader(Generic[Batch]):
             readahead=readahead,
             multiprocessing_context=multiprocessing_context,
             timeout=timeout,
+            decode=decode,
+            niceness=niceness,
         )
         kind: Shuffle = shuffle if isinstance(shuffle, str) else ("full" if shuffle else "none")
         self._order = OrderConfig(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from loongforge_data.cache import CacheConfig
 from loongforge_data.order import EpochPlan
+
+Decode = Literal["auto", "cpu", "cuda"]
+DECODES: tuple[Decode, ...] = ("auto", "cpu", "cuda")
 
 
 @runtime_checkable

@@ -18,6 +18,8 @@ NAMES = (
     "cache_misses",
     "bytes",
     "readahead_bytes",
+    "gpu_frames",
+    "gpu_refused_frames",
 )
 COUNTERS: Mapping[str, int] = {name: number for number, name in enumerate(NAMES)}
 """Number of each worker counter."""
@@ -89,6 +91,8 @@ def flat_stats(
         "worker_jobs": workers.get("jobs", 0),
         "table_bytes": workers.get("bytes", 0),
         "readahead_bytes": workers.get("readahead_bytes", 0),
+        "gpu_frames": workers.get("gpu_frames", 0),
+        "gpu_refused_frames": workers.get("gpu_refused_frames", 0),
         "cache_hits": hits,
         "cache_misses": misses,
         "cache_hit_rate": ratio(hits, hits + misses),

@@ -13,6 +13,7 @@ import av
 from loongforge_data.errors import DamagedVideoError, VideoError
 from loongforge_data.files import file_state
 from loongforge_data.video.h264 import is_disposable
+from loongforge_data.video.hardware import TOLERANCE, Refusal, differs, restore_tags, tellable
 from loongforge_data.video.index import Rule, VideoIndex
 from loongforge_data.video.probe import video_index
 from loongforge_data.video.reader import PacketReader
@@ -59,12 +60,15 @@ class VideoFile:
         threads: FFmpeg threads of this decoder. 1 is right wherever several files are decoded side by side.
         on_damage: `raise` stops at a packet that cannot be decoded; `skip` leaves out the frames it takes
             with it and lists them in `missing` and `suspects`.
+        gpu: Decode on the GPU where its first frame equals the CPU's; `refusal` says why it is not.
 
     Raises:
         VideoError: The file is missing, empty, an LFS pointer, unfinished, or has no decodable video.
     """
 
-    def __init__(self, path: str | Path, *, threads: int = 1, on_damage: OnDamage = "raise") -> None:
+    def __init__(
+        self, path: str | Path, *, threads: int = 1, on_damage: OnDamage = "raise", gpu: bool = False
+    ) -> None:
         if on_damage not in ("raise", "skip"):
             msg = f"on_damage must be 'raise' or 'skip', got {on_damage!r}"
             raise ValueError(msg)
@@ -83,10 +87,43 @@ class VideoFile:
         self._ready: deque[tuple[int, VideoFrame]] = deque()
         self._last: tuple[int, VideoFrame] | None = None
         self._run = 0  # number of the current run: frames of earlier ones are stale
+        self._gpu = False
+        self.refusal: Refusal | None = None
         self._reader = PacketReader(self.path, self.index, threads=threads)
         self._restart()
+        if gpu:
+            self._move_to_gpu(threads)
 
     # -- opening and closing ---------------------------------------------------------------------------
+
+    def _move_to_gpu(self, threads: int) -> None:
+        """Decode on the GPU from now on, if its first frame equals the CPU's; else stay and say why."""
+        if not tellable(self.index):
+            self.refusal = Refusal.STAMPS
+            return
+        first, on_cpu = self.index.first_decodable, self._reader
+        try:
+            reference = self.frame(first)
+            self._last = None
+            self._restart()
+            self._reader = PacketReader(self.path, self.index, threads=threads, gpu=True)
+            self._gpu = True
+            fits = differs(self.frame(first), reference) <= TOLERANCE
+            self.refusal = None if fits else Refusal.DIFFERS
+        except (VideoError, av.error.FFmpegError):
+            self.refusal = Refusal.CODEC
+        if self.refusal is None:
+            on_cpu.close()
+            return
+        if self._gpu:
+            self._reader.close()
+        self._gpu, self._reader, self._last = False, on_cpu, None
+        self._restart()
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the GPU decodes this file."""
+        return self._gpu
 
     def _restart(self) -> None:
         """Forget the current run: the decoder holds nothing that may be given out."""
@@ -288,6 +325,8 @@ class VideoFile:
             return
         first_shown = int(self.index.display[self._run_start])
         for frame in frames:
+            if self._gpu:
+                restore_tags(frame, self.index)
             index = self._index_of(frame)
             # A frame from before the last seek, or a leading picture whose references were not decoded.
             if index < first_shown or self.index.order[index] > position:

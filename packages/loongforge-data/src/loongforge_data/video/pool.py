@@ -29,6 +29,7 @@ class DecoderPool:
         max_bytes: Bound for the estimated memory of idle decoders, in bytes.
         threads: FFmpeg threads per decoder.
         on_damage: Handed to `VideoFile`.
+        gpu: Handed to `VideoFile`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class DecoderPool:
         max_bytes: int = 512 << 20,
         threads: int = 1,
         on_damage: OnDamage = "raise",
+        gpu: bool = False,
     ) -> None:
         if max_open < 1:
             msg = f"max_open must be at least 1, got {max_open}"
@@ -49,6 +51,7 @@ class DecoderPool:
         self.max_bytes = max_bytes
         self._threads = threads
         self._on_damage: OnDamage = on_damage
+        self._gpu = gpu
         self._reset()
 
     def _reset(self) -> None:
@@ -74,7 +77,9 @@ class DecoderPool:
         A decoder whose block raised is closed instead of kept, since its state is unknown.
         """
         self._own()
-        video = self._claim(str(path)) or VideoFile(path, threads=self._threads, on_damage=self._on_damage)
+        video = self._claim(str(path)) or VideoFile(
+            path, threads=self._threads, on_damage=self._on_damage, gpu=self._gpu
+        )
         try:
             yield video
         except BaseException:

@@ -9,6 +9,7 @@ import av
 
 from loongforge_data.errors import VideoError
 from loongforge_data.video.h264 import length_size
+from loongforge_data.video.hardware import open_on_gpu
 from loongforge_data.video.index import VideoIndex
 from loongforge_data.video.probe import open_container, video_stream
 
@@ -24,6 +25,7 @@ class PacketReader:
         path: The file.
         index: Its frame table.
         threads: FFmpeg threads of the decoder.
+        gpu: Decode on the GPU, see `hardware`.
 
     Attributes:
         codec: The decoder; packets are marked by the caller (`copy_opaque` is on).
@@ -34,23 +36,24 @@ class PacketReader:
 
     codec: VideoCodecContext
 
-    def __init__(self, path: str, index: VideoIndex, *, threads: int) -> None:
+    def __init__(self, path: str, index: VideoIndex, *, threads: int, gpu: bool = False) -> None:
         self.path = path
         self.closed = True
+        self._gpu = gpu
         self._index = index
         self._threads = threads
         self._by_stamp: dict[int, int] | None = None
         self._open()
 
     def _open(self) -> None:
-        self._container = open_container(self.path)
+        self._container = open_on_gpu(self.path) if self._gpu else open_container(self.path)
         try:
             self._stream = video_stream(self._container, self.path)
             self.codec = self._stream.codec_context
             self.codec.thread_count = self._threads
             if self._threads == 1:
                 self.codec.thread_type = "SLICE"
-            self.codec.copy_opaque = True
+            self.codec.copy_opaque = not self._gpu  # marks do not survive the download from the GPU
             self.unit_size = length_size(self.codec.extradata) if self._index.codec == "h264" else 0
         except BaseException:
             self._container.close()

@@ -64,6 +64,10 @@ class WorkerSpec:
     """Threads of this process that do jobs."""
     cache: CacheConfig | None = None
     """Frame cache, or None."""
+    gpu: bool = False
+    """Decode on the GPU where it gives the CPU's frames."""
+    niceness: int = 0
+    """How much worker processes give way to the trainer; 0 leaves scheduling alone."""
 
     def layout(self, samples: int) -> BatchLayout:
         """Return where everything of a batch lies."""
@@ -168,7 +172,7 @@ class Worker:
     def _frame_reader(self) -> FrameReader:
         if self._reader is None:
             cache = None if self._spec.cache is None else FrameCache(self._spec.cache)
-            self._reader = FrameReader(self._spec.images, cache=cache, count=self._count)
+            self._reader = FrameReader(self._spec.images, cache=cache, count=self._count, gpu=self._spec.gpu)
         return self._reader
 
     def _table(self, job: TableJob) -> None:

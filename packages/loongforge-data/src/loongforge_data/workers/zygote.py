@@ -116,7 +116,7 @@ def _worker(connection: Connection, ring: Ring, number: int, spec: WorkerSpec) -
         parent = os.getppid()
         gc.enable()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        _yield_to_trainer()
+        _give_way(spec.niceness)
         _quiet_decoder()
         run_threads(ring, number, spec, _parent_check(parent))
         code = 0
@@ -143,10 +143,13 @@ def _calm() -> None:
         torch.set_num_threads(1)
 
 
-def _yield_to_trainer() -> None:
-    """A worker that is woken must not push the trainer's thread off its core: it is batch work."""
-    with suppress(OSError):  # not allowed in some containers; then only the wake-up is less polite
+def _give_way(niceness: int) -> None:
+    """A worker must not push the trainer's thread off its core: it is batch work, of lower weight."""
+    if niceness == 0:
+        return
+    with suppress(OSError):  # not allowed in some containers; then workers only compete as equals
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.nice(niceness)
 
 
 def _quiet_decoder() -> None:
