@@ -151,7 +151,11 @@ def _generation(
         _rounds(ready, kind, count, end, rows)
         for column in ready:
             detail = "profile" if last and kind == "step" else "count"
-            _row(rows, kind, column.name).update(column.ask(f"close {kind} {detail}", 90))
+            answer = column.ask(f"close {kind} {detail}", 90)
+            row = _row(rows, kind, column.name)
+            for worst in ("driver_calls_after_step2", "peak_reserved_gb"):
+                answer[worst] = max(answer.get(worst, 0), row.get(worst, 0))
+            row.update(answer)
 
 
 def _row(rows: dict[tuple[str, str], dict[str, Any]], kind: str, column: str) -> dict[str, Any]:
