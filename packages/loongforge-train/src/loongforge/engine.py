@@ -186,7 +186,8 @@ class StepEngine:
 
     def _to_device(self, batch: object) -> Mapping[str, object]:
         if isinstance(batch, StagedBatch):
-            return batch.device  # type: ignore[return-value]
+            # What the prefetcher did not look into (a mapping that is no dict) is copied here.
+            return move(batch.device, self.parts.ranks.device)  # type: ignore[return-value]
         drawn = add_draws(self.parts.model, batch, seed=self.parts.seed, epoch=self.parts.source.epoch)
         return move(drawn, self.parts.ranks.device)  # type: ignore[return-value]
 
