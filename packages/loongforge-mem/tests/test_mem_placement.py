@@ -93,6 +93,25 @@ def test_tight_memory_is_planned_for_less():
     assert tight.stats()["placement_reason"].startswith("memory is tight and the plan needs ")
 
 
+def test_steps_on_another_stream_are_not_planned_and_say_why():
+    heap = _core.Heap("fake", initial_bytes=1 << 30, grow_bytes=0)
+    heap.set_plan_rule("above", 0.03)
+    heap.alloc(MIB, stream=0)
+    for _ in range(3):
+        heap.begin_step(5)
+        kept = []
+        for size in WASTEFUL:
+            temporary = heap.alloc(size * MIB, stream=5)
+            kept.append(heap.alloc(3 * MIB, stream=5))
+            heap.free(temporary)
+        for block in kept:
+            heap.free(block)
+        report = heap.end_step()
+    assert report["source"] == "run_fit"
+    assert report["placement"] == "run_fit"
+    assert "make the model on the stream that trains it" in heap.stats()["placement_reason"]
+
+
 def test_always_and_never_are_what_they_say():
     always, never = (_core.Heap("fake", initial_bytes=1 << 30, grow_bytes=0) for _ in range(2))
     always.set_plan_rule("always")

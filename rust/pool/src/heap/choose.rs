@@ -43,6 +43,8 @@ pub enum Reason {
     MemoryTight,
     /// A plan was made and would not need less.
     PlanNotSmaller,
+    /// The steps run on a stream whose memory a plan cannot be carved from.
+    OtherStream,
 }
 
 /// What serves the next step, with the figures that decided it.
@@ -98,6 +100,11 @@ impl Choice {
             Reason::MemoryTight => {
                 format!("memory is tight and the plan needs {share:.1} % less than run fit held")
             }
+            Reason::OtherStream => {
+                "the steps do not run on the stream that allocated first, whose memory a plan \
+                                    needs; make the model on the stream that trains it"
+                    .into()
+            }
             Reason::PlanNotSmaller => format!(
                 "a plan would save {share:.1} % of what run fit holds; one is used from {least:.1} %"
             ),
@@ -143,6 +150,15 @@ impl Heap {
         let need = self.requested.current + report.peak_requested;
         let before = self.choice;
         if before.reason != Reason::Profiling && held == before.held && need <= before.need {
+            return Ok(false);
+        }
+        if self.owner_of(self.step.stream) != 0 {
+            self.choice = Choice {
+                reason: Reason::OtherStream,
+                held,
+                need: need.max(before.need),
+                ..Choice::default()
+            };
             return Ok(false);
         }
         let page = u64::from(self.page_units) * UNIT;
