@@ -62,7 +62,7 @@ class StockTimes:
             if record.device is not None and start is not None:
                 record.device.spans[index] = (start, cuda_event())
             value = future.value()[0]
-            return buffer if value is buffer else buffer.copy_(value)
+            return value if payload is buffer else buffer.copy_(value)
 
         return work.get_future().then(landed)
 

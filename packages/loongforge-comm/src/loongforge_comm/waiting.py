@@ -94,17 +94,21 @@ class BucketWaiter:
         return RankFailureError(text, ranks=ranks, bucket=self._index, group=group, elapsed_s=elapsed)
 
     def _find_silent(self) -> tuple[int, ...]:
-        """After an error: watch the heartbeats a little longer with a stricter limit to learn whose
-        stopped.
+        """After an error: watch the heartbeats under a stricter limit to learn whose have stopped.
+
+        Found twice, two beats apart: a rank that only waits for a processor has sent one by then.
         """
         live = self._liveness
         if live is None:
             return ()
         limit = min(live.timeout_s, 3 * live.interval_s + 0.2)
-        deadline = time.monotonic() + limit + 2 * live.interval_s
+        deadline = time.monotonic() + live.timeout_s + 2 * live.interval_s
         while time.monotonic() < deadline:
-            silent = live.silent(limit)
-            if silent:
-                return silent
+            first = live.silent(limit)
+            if first:
+                time.sleep(2 * live.interval_s)
+                still = set(first) & set(live.silent(limit))
+                if still:
+                    return tuple(sorted(still))
             time.sleep(min(0.05, live.interval_s / 4))
         return ()
