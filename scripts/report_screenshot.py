@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WIDTH, HEIGHT = 1040, 1400
+WIDTH, HEIGHT = 1040, 1500
 LIMIT_S = 120
 
 

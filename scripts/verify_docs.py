@@ -40,6 +40,9 @@ How a row is judged:
   deterministic operators.
 - **tolerance**: the pillar adds the same numbers in another order, or rounds otherwise; the tolerances are
   those of `loongforge/verify/toggles.py`, by dtype.
+
+"At work: no" means that the pillar had nothing to do on that machine: graphs need a GPU, communication needs
+two ranks. Such a row shows only that asking for it changes nothing.
 """
 
 
@@ -70,9 +73,9 @@ def section(name: str, title: str, launcher: str) -> str:
     lines.append(", ".join(f"{key} {data[key]}" for key in settings) + "; " + _versions(data["versions"]))
     lines += [
         "",
-        "| toggle | verdict | at work | judged by | loss | gradient norm | weights / rates | step ms |",
+        "| toggle | verdict | at work | judged by | loss | gradient norm | weights / rates |",
     ]
-    lines.append("|" + "---|" * 8)
+    lines.append("|" + "---|" * 7)
     for v in data["verdicts"]:
         cells = [
             v["name"],
@@ -80,7 +83,6 @@ def section(name: str, title: str, launcher: str) -> str:
             {True: "yes", False: "no", None: "not shown"}[v["active"]],
             v["rule"],
             *(_beside(v[key], v[f"allowed_{key}"]) for key in ("loss", "norm", "weights")),
-            f"{v['step_ms']:.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
@@ -93,7 +95,8 @@ def _versions(versions: dict[str, str]) -> str:
 def _beside(value: float | None, allowed: float) -> str:
     if value is None:
         return "infinite"
-    return "0" if value == allowed == 0 else f"{value:.1e} (allowed {allowed:.1e})"
+    shown = "0" if value == 0 else f"{value:.1e}"
+    return shown if allowed == 0 else f"{shown} (allowed {allowed:.1e})"
 
 
 def main() -> int:
