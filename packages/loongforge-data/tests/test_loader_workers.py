@@ -52,11 +52,18 @@ def test_order_is_the_same_at_any_number_of_workers(shuffle):
     assert sorted(i for batch in orders[0][1] for i in batch) == list(range(53))
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("method", ["server", "fork", "spawn", "forkserver"])
-def test_order_is_the_same_for_every_start_method(method):
+def test_order_is_the_same_for_every_start_method(method, workers):
     want = indices_of(ADFEDataLoader(ToyDataset(21), 4, shuffle=True, seed=2))
     with ADFEDataLoader(
-        ToyDataset(21), 4, 2, shuffle=True, seed=2, multiprocessing_context=method, persistent_workers=True
+        ToyDataset(21),
+        4,
+        workers,
+        shuffle=True,
+        seed=2,
+        multiprocessing_context=method,
+        persistent_workers=True,
     ) as loader:
         assert indices_of(loader) == want
         assert loader.stats()["start_method"] == method

@@ -113,18 +113,25 @@ def to_tensors(value: object) -> object:
     """Replace numpy arrays by torch tensors that share their memory; everything else stays."""
     import torch
 
+    return _tensors(value, torch.from_numpy)
+
+
+_NESTED = (np.ndarray, dict, list, tuple)
+
+
+def _tensors(value: object, convert: Callable[[Array], torch.Tensor]) -> object:
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "biufc":
-            return torch.from_numpy(value if value.flags.writeable else value.copy())
+            return convert(value if value.flags.writeable else value.copy())
         return value
     if isinstance(value, dict):
-        return {key: to_tensors(item) for key, item in value.items()}
+        return {key: _tensors(item, convert) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return rebuild(value, [to_tensors(item) for item in value])
+        return rebuild(value, [_tensors(item, convert) for item in value])
     if isinstance(value, tuple):
-        return tuple(to_tensors(item) for item in value)
-    if isinstance(value, list) and any(isinstance(item, np.ndarray | dict | list | tuple) for item in value):
-        return [to_tensors(item) for item in value]
+        return tuple(_tensors(item, convert) for item in value)
+    if isinstance(value, list) and any(isinstance(item, _NESTED) for item in value):
+        return [_tensors(item, convert) for item in value]
     return value
 
 
