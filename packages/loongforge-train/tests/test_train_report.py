@@ -211,7 +211,7 @@ def test_errors_of_others_become_one_line_with_a_hint_and_a_code(
     assert run(["train", "--dataset", "x", "--device", "cuda:one", *output]) == 2
     capsys.readouterr()
     assert explain(OSError(28, "No space left on device")) == (74, explain(OSError(27, "too large"))[1])  # type: ignore[index]
-    assert explain(PermissionError(13, "Permission denied", "/root/x")) is not None
+    assert explain(PermissionError(13, "Permission denied", "/srv/x")) is not None
     assert explain(OSError(104, "Connection reset by peer")) is None, (
         "not about a file: show where it is from"
     )
