@@ -269,6 +269,30 @@ def test_fusion_trace_comm_and_refusals_of_a_live_run(live: LiveRun) -> None:
             ask(path, "profile", duration_s=bad)
 
 
+def test_the_commands_for_a_running_training_find_it_by_pid_and_by_folder(
+    live: LiveRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from loongforge.cli import run
+
+    pid, folder = ["--pid", str(os.getpid())], ["--run", str(live.session.run_dir)]
+    target = tmp_path / "profile.json"
+    assert run(["profile-step", *pid, "--duration", "0.4", "--output", str(target)]) == 0
+    profile = json.loads(target.read_text())
+    assert profile["duration_s"] == 0.4
+    assert {"phases", "comm", "mem", "loader", "fused_share", "alloc_ms"} <= set(profile["summary"])
+    capsys.readouterr()
+    assert run(["profile-step", *folder, "--duration", "0.2"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["steps"] > 0
+    assert run(["monitor-comm", *folder, "--interval", "0.05", "--count", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("step ") for line in lines)
+    assert run(["debug-dmf", *pid, "--last", "3"]) == 0
+    assert "separate (off)" in capsys.readouterr().out
+    assert run(["switch-strategy", *pid, "--strategy", "simple"]) == 69
+    assert "gradient scheduler is off or there is one rank" in capsys.readouterr().err
+
+
 def test_fifty_attaches_leave_the_losses_as_they_are(tmp_path: Path) -> None:
     from loongforge.records import read_metrics
 
