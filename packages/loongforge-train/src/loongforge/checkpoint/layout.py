@@ -1,12 +1,14 @@
 """Names inside a checkpoint folder, its manifest, and writing a file so that it is on the disk or not there.
 
 epoch_E_step_S/
-  model.pt  optimizer.pt  scheduler.pt       plain torch.load(weights_only=True) sharded/
-  instead of model.pt and moments, with checkpoint.layout = "sharded" loongforge_state/ trainer.json
-  step, configuration, topology, fingerprints rank_00000.pt ...                        random state, data
-  position, guard, per rank comm_plan.json  mdg.json  memory_00000.json  average.pt  scaler.pt
-  rank_00000.done ...                      written by each rank after its files are on the disk
-  COMPLETE.json                            written last: every file with size and CRC-32
+  model.pt  optimizer.pt  scheduler.pt       plain torch.load(weights_only=True)
+  sharded/                                   instead of model.pt, with checkpoint.layout = "sharded"
+  loongforge_state/
+    trainer.json                             step, configuration, topology, fingerprints
+    rank_00000.pt ...                        random state, data position, guard, per rank
+    comm_plan.json  mdg.json  memory_00000.json  average.pt  scaler.pt
+    rank_00000.done ...                      written by each rank after its files are on the disk
+    COMPLETE.json                            written last: every file with size and CRC-32
 """
 
 from __future__ import annotations
