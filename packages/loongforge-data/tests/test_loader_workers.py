@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import threading
 import time
@@ -15,7 +16,6 @@ import pytest
 from loongforge_data.errors import DataError
 from loongforge_data.loader import ADFEDataLoader
 from loongforge_data.pipeline import RingPipeline
-from loongforge_data.supervision import CHECK_SECONDS
 from loongforge_data.testing import Faults, ToyDataset, indices_of
 from loongforge_data.workers import server
 from loongforge_data.workers.crew import WorkerError
@@ -446,10 +446,12 @@ def test_dead_worker_is_replaced_while_batches_are_still_ready():
         while loader.stats()["queue_ready_batches"] < 30:
             assert time.monotonic() < deadline
             os.sched_yield()
-        victim = psutil.Process(pids(loader)[1])
-        victim.kill()
-        psutil.wait_procs([victim], timeout=20)
-        time.sleep(2 * CHECK_SECONDS)
+        victim = pids(loader)[1]
+        ended = os.pidfd_open(victim)
+        os.kill(victim, signal.SIGKILL)
+        assert select.select([ended], [], [], 20)[0]
+        os.close(ended)
+        loader.pipeline._supervisor._checked = 0.0  # its look at the workers is due
         next(iterator)
         assert loader.stats()["queue_ready_batches"] > 20
         assert loader.stats()["worker_restarts"] == 1
