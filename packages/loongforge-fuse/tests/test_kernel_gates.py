@@ -126,6 +126,25 @@ def test_build_writes_cubins_that_are_found_without_numba(tmp_path, monkeypatch)
     )
 
 
+def test_a_second_build_keeps_what_the_manifest_says_of_the_first(tmp_path, compiled):
+    from loongforge_fuse.ops.dropout import tick_spec
+    from loongforge_fuse.ops.elementwise import elementwise_spec
+
+    first = compiled(tick_spec(), "sm_90")
+    second = compiled(elementwise_spec("silu_mul_forward", x="bf16", vector=True), "sm_90")
+    gone = compiled(elementwise_spec("silu_mul_forward", x="bf16", vector=False), "sm_90")
+    for kernels in ((first, gone), (second,)):
+        for kernel in kernels:
+            store.save(kernel, tmp_path)
+        store.write_manifest(kernels, tmp_path)
+        (tmp_path / store.file_name(gone.spec, "sm_90")).unlink(missing_ok=True)
+    names = {k["name"] for k in json.loads((tmp_path / "manifest.json").read_text())["kernels"]}
+    assert names == {first.spec.name, second.spec.name}
+    (tmp_path / "manifest.json").write_text("{")
+    store.write_manifest((second,), tmp_path)
+    assert len(json.loads((tmp_path / "manifest.json").read_text())["kernels"]) == 1
+
+
 def test_a_changed_source_does_not_match_an_old_cubin(tmp_path, monkeypatch):
     from loongforge_fuse.kernels import specs
     from loongforge_fuse.ops.dropout import tick_spec

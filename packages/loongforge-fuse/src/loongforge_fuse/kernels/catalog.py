@@ -162,7 +162,8 @@ def rope_kernels() -> Iterator[KernelSpec]:
     from loongforge_fuse.ops.rope import rope_backward_spec, rope_spec
 
     types = (("bf16", "bf16", "bf16"), ("bf16", "f32", "bf16"), ("f32", "f32", "f32"))
-    for (width, each), (x, w, c) in product(((16, 1), (16, 4), (128, 4)), types):
+    for (width, most), (x, w, c) in product(((16, 1), (16, 4), (128, 4)), types):
+        each = min(most, 2) if x == "f32" else most
         yield rope_spec(x, w, c, width, each)
         for columns in (False, True):
             yield rope_backward_spec(x, w, c, width, each, columns=columns)

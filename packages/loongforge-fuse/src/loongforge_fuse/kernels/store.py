@@ -67,24 +67,39 @@ def save(kernel: CompiledKernel, folder: Path) -> Path:
 
 
 def write_manifest(kernels: Iterable[CompiledKernel], folder: Path) -> Path:
-    """Write what is in `folder`: tool versions, and per kernel its architecture, source hash and report."""
+    """Write what is in `folder`: tool versions, and per kernel its architecture, source hash and report.
+
+    Entries of earlier builds stay as long as their files do.
+    """
+    entries = {str(e["file"]): e for e in _entries(folder) if (folder / str(e["file"])).is_file()}
+    for k in kernels:
+        name = file_name(k.spec, k.arch)
+        entries[name] = {
+            "name": k.spec.name,
+            "arch": k.arch,
+            "file": name,
+            "source_hash": k.spec.source_hash(),
+            "arguments": k.spec.arguments,
+            "block": k.spec.block,
+            "sha256": hashlib.sha256(k.cubin).hexdigest(),
+            **k.report.as_dict(),
+        }
     content = {
         "format_version": MANIFEST_VERSION,
         "tools": tool_versions(),
-        "kernels": [
-            {
-                "name": k.spec.name,
-                "arch": k.arch,
-                "file": file_name(k.spec, k.arch),
-                "source_hash": k.spec.source_hash(),
-                "arguments": k.spec.arguments,
-                "block": k.spec.block,
-                "sha256": hashlib.sha256(k.cubin).hexdigest(),
-                **k.report.as_dict(),
-            }
-            for k in kernels
-        ],
+        "kernels": [entries[name] for name in sorted(entries)],
     }
     path = folder / MANIFEST
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def _entries(folder: Path) -> list[dict[str, object]]:
+    """Return the kernels of an existing manifest; a missing, foreign or damaged one counts as empty."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+        if content["format_version"] != MANIFEST_VERSION or content["tools"] != tool_versions():
+            return []
+        return [e for e in content["kernels"] if isinstance(e, dict) and "file" in e]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -44,18 +44,13 @@ def norm_backward_cuda(
     columns: bool,  # noqa: FBT001
     offset: bool,  # noqa: FBT001
     groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Run ``loongforge::norm_backward`` on CUDA rows; see :func:`reference.norm_backward`."""
     dx, sums = run_norm_backward(
-        grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups
-    )
-    if sums is None:
-        return dx, total.new_empty(0, dtype=torch.float32), total.new_empty(0, dtype=torch.float32)
-    # Float32, as the shape function promises, and separate memory: outputs of an operator must not share it.
-    first = sums[:, 0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if not offset:
-        return dx, first, first.new_empty(0)
-    return dx, first, sums[:, 1].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        grad, carry, total, gain, mean, rstd, layer, modulate, group_rows, columns, offset, groups,
+        torch.float32,
+    )  # fmt: skip
+    return dx, total.new_empty(0, dtype=torch.float32) if sums is None else sums
 
 
 def _fake_norm(
@@ -91,14 +86,10 @@ def _fake_backward(
     columns: bool,  # noqa: FBT001
     offset: bool,  # noqa: FBT001
     groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     sums = torch.float64 if total.dtype == torch.float64 else torch.float32
-    shape = (groups, total.shape[-1])
-    return (
-        total.new_empty(total.shape),
-        total.new_empty(shape if columns else 0, dtype=sums),
-        total.new_empty(shape if columns and offset else 0, dtype=sums),
-    )
+    shape = (groups, 2 if offset else 1, total.shape[-1])
+    return total.new_empty(total.shape), total.new_empty(shape if columns else 0, dtype=sums)
 
 
 _NORM = define(
@@ -111,7 +102,7 @@ _NORM = define(
 define(
     "norm_backward(Tensor grad, Tensor? carry, Tensor total, Tensor? gain, Tensor mean, Tensor rstd, bool"
     " layer, bool modulate, int group_rows, bool columns, bool offset, int groups)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor)",
     cpu=reference.norm_backward,
     cuda=norm_backward_cuda,
     fake=_fake_backward,
@@ -142,14 +133,14 @@ def _grad(ctx: Context, grad: Tensor | None, carry: Tensor | None, *_: Tensor | 
     arguments = (grad, carry, total, gain, mean, rstd, ctx.layer, ctx.modulate, ctx.group_rows)
     counts = (columns, ctx.offset is not None and columns, ctx.groups)
     if plain(grad, total):
-        dx, dgain, doffset = norm_backward_cuda(*arguments, *counts)
+        dx, sums = norm_backward_cuda(*arguments, *counts)
     else:
-        dx, dgain, doffset = torch.ops.loongforge.norm_backward(*arguments, *counts)
+        dx, sums = torch.ops.loongforge.norm_backward(*arguments, *counts)
     return (
         dx,
         None if ctx.residual is None else dx.to(ctx.residual),
-        dgain.to(ctx.gain) if ctx.needs_input_grad[2] and ctx.gain is not None else None,
-        doffset.to(ctx.offset) if ctx.needs_input_grad[3] and ctx.offset is not None else None,
+        sums[:, 0].to(ctx.gain) if ctx.needs_input_grad[2] and ctx.gain is not None else None,
+        sums[:, 1].to(ctx.offset) if ctx.needs_input_grad[3] and ctx.offset is not None else None,
         *([None] * 5),
     )
 

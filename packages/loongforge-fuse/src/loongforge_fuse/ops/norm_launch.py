@@ -227,11 +227,12 @@ def run_norm_backward(
     columns: bool,  # noqa: FBT001
     offset: bool,  # noqa: FBT001
     groups: int,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of total, and with `columns` those of gain and offset, in the type of the gain.
+    """Return the gradient of total, and with `columns` those of gain and offset.
 
-    `grad` and `total` may have any leading shape. The second result is (groups, 2, width), or (groups, 1,
-    width) without `offset`; None when it was not asked for.
+    The second result is (groups, 2, width), or (groups, 1, width) without `offset`, of `sum_dtype` (None: of
+    the gain's type); None when it was not asked for. `grad` and `total` may have any leading shape.
     """
     width, count = total.shape[-1], total.numel()
     grad, total = grad.contiguous(), total.contiguous()
@@ -268,7 +269,7 @@ def run_norm_backward(
     call.run(blocks, groups, (*inputs, dx.data_ptr(), part_at, second_at, group_rows, width, _step(gain)))
     if part is None:
         return dx, None
-    sums = add_partials(part, torch.float32 if g is None else g, "norm_backward")
+    sums = add_partials(part, sum_dtype or g or torch.float32, "norm_backward")
     return dx, sums.view(groups, -1, width)
 
 
@@ -283,7 +284,7 @@ def _backward_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the plain torch form on contiguous tensors of any leading shape."""
     flat = (-1, total.shape[-1])
-    dx, dgain, doffset = reference.norm_backward(
+    dx, sums = reference.norm_backward(
         grad.view(flat),
         None if carry is None else carry.view(flat),
         total.view(flat),
@@ -292,7 +293,5 @@ def _backward_reference(
         rstd,
         *settings,
     )
-    _, _, _, columns, offset, _ = settings
-    if not columns:
-        return dx.view(total.shape), None
-    return dx.view(total.shape), torch.stack((dgain, doffset) if offset else (dgain,), 1)
+    columns = settings[3]
+    return dx.view(total.shape), sums if columns else None

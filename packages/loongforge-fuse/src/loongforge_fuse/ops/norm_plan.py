@@ -142,10 +142,8 @@ def backward_ways(width: int, *, columns: bool) -> dict[str, RowPlan]:
         return {plan.name: plan for plan in (first, replace(first, waves=12), replace(first, waves=40))}
     plans = [first, replace(first, rows_each=2), replace(first, rows_each=1)]
     if first.min_blocks > 2:
-        plans += [
-            replace(first, min_blocks=first.min_blocks - 1),
-            replace(first, min_blocks=first.min_blocks + 1),
-        ]
+        # One block more would spill registers.
+        plans.append(replace(first, min_blocks=first.min_blocks - 1))
     for threads, vectors, each in _BACKWARD_SPREADS.get(width, ()):
         if threads % 32 == 0:
             plans.append(

@@ -165,8 +165,10 @@ def norm_backward(
     columns: bool,  # noqa: FBT001
     offset: bool,  # noqa: FBT001
     groups: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of total, gain and offset; the last two are (groups, D) in float32, or empty."""
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of total, and the sums (groups, 1 or 2 with `offset`, D) in float32: the gradients
+    of gain and offset, or an empty tensor without `columns`.
+    """
     g, h = wide(grad), wide(total)
     r = rstd.to(h.dtype).unsqueeze(-1)
     xhat = (h - mean.to(h.dtype).unsqueeze(-1)) * r if layer else h * r
@@ -179,14 +181,11 @@ def norm_backward(
     dx = (inner - first - xhat * second) * r
     if carry is not None:
         dx = dx + wide(carry)
-    empty = h.new_empty(0, dtype=_sum_dtype(h))
-    dgain, doffset = empty, empty
+    sums = h.new_empty(0)
     if columns:
-        width = h.shape[-1]
-        dgain = (g * xhat).reshape(groups, -1, width).sum(1).to(empty.dtype)
-        if offset:
-            doffset = g.reshape(groups, -1, width).sum(1).to(empty.dtype)
-    return dx.to(total.dtype).contiguous(), dgain, doffset if offset else empty.clone()
+        kinds = (g * xhat, g) if offset else (g * xhat,)
+        sums = torch.stack([k.reshape(groups, -1, h.shape[-1]).sum(1) for k in kinds], 1)
+    return dx.to(total.dtype).contiguous(), sums.to(_sum_dtype(h))
 
 
 def _sum_dtype(h: Tensor) -> torch.dtype:

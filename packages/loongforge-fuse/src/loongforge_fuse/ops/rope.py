@@ -29,9 +29,10 @@ _WIDTHS = (16, 32, 64, 128, 256)
 _WAVES = 2  # blocks on each multiprocessor, which is what the backward kernel's registers allow
 
 
-def heads_each(heads: int) -> int:
-    """Return how many heads of a token a group of lanes takes."""
-    return 4 if heads % 4 == 0 else 1
+def heads_each(heads: int, dtype: torch.dtype) -> int:
+    """Return how many heads of a token a group of lanes takes: float32 heads fill twice the registers."""
+    most = 2 if dtype == torch.float32 else 4
+    return most if heads % most == 0 else 1
 
 
 def rope_spec(x: str, w: str, c: str, width: int, each: int) -> KernelSpec:
@@ -107,7 +108,7 @@ def _refusal(x: Tensor, *others: Tensor) -> str | None:
 
 
 def _forward_call(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Function | None:
-    device, each, width = x.get_device(), heads_each(x.shape[-2]), x.shape[-1]
+    device, each, width = x.get_device(), heads_each(x.shape[-2], x.dtype), x.shape[-1]
     key = (device, x.dtype, weight.dtype, cos.dtype, sin.dtype, width, each)
     reason = _refusal(x, weight, cos, sin)
     if reason is None and cos.dtype != sin.dtype:
@@ -132,7 +133,7 @@ def _rope_cuda(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) 
     heads, width = x.shape[-2:]
     rows = x.numel() // width
     if rows:
-        blocks = -(-rows // (heads_each(heads) * (BLOCK // (width // 8))))
+        blocks = -(-rows // (heads_each(heads, x.dtype) * (BLOCK // (width // 8))))
         tensors = (x, weight, table_cos, table_sin, y)
         call.run(blocks, 1, (*(t.data_ptr() for t in tensors), rows, heads, table_cos.shape[0], eps))
     return y
@@ -141,7 +142,7 @@ def _rope_cuda(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) 
 def _backward_call(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, columns: bool
 ) -> Function | None:
-    device, each, width = x.get_device(), heads_each(x.shape[-2]), x.shape[-1]
+    device, each, width = x.get_device(), heads_each(x.shape[-2], x.dtype), x.shape[-1]
     key = (device, x.dtype, weight.dtype, cos.dtype, width, each, columns)
     reason = _refusal(x, grad, weight, cos, sin)
     if reason:
@@ -172,7 +173,7 @@ def _rope_backward_cuda(
     dx = torch.empty_like(x)
     heads, width = x.shape[-2:]
     device, rows, per_block = x.get_device(), x.numel() // width, BLOCK // (width // 8)
-    blocks = -(-rows // (per_block * heads_each(heads)))
+    blocks = -(-rows // (per_block * heads_each(heads, x.dtype)))
     if columns:
         blocks = min(blocks, _WAVES * processors(device))
     part = x.new_empty((blocks, width) if columns else 0, dtype=torch.float32)
