@@ -129,7 +129,8 @@ def forward_ways(width: int, *, residual: bool) -> dict[str, RowPlan]:
     for threads, vectors, each in _FORWARD_SPREADS.get(width, ()):
         # Of rows of one or two warps a block takes several: blocks of fewer than 3 warps are too many.
         plan = RowPlan(threads=threads, vectors=vectors, block=threads * -(-96 // threads), each=each)
-        plans += [plan, replace(plan, ahead=True, waves=16)] if threads <= 128 else [plan]
+        # A warp that holds a whole row has no registers for the next one.
+        plans += [plan, replace(plan, ahead=True, waves=16)] if 32 < threads <= 128 else [plan]
     return {plan.name: plan for plan in plans if plan.block % 32 == 0}
 
 

@@ -64,9 +64,12 @@ def _tile_ways(code: str) -> tuple[str, ...]:
 
 
 def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
-    """Return the kernels that gather patches of this kind, the default first; see ``variants``."""
+    """Return the kernels that gather patches of this kind, the default first; see ``variants``.
+
+    Of bytes the default is the design that a GPU has measured; the others wait for a measurement.
+    """
     if x == "u8" and last and not planar:
-        return ("strips", "runs") if patch % 8 else ("vectors", "strips", "runs")
+        return ("runs", "strips") if patch % 8 else ("runs", "vectors", "strips")
     if x == y and planar != last:
         return _tile_ways(y)
     return ("rows",)

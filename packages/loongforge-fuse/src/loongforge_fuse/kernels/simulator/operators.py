@@ -25,6 +25,7 @@ from loongforge_fuse.kernels.simulator.memory import Memory
 from loongforge_fuse.kernels.specs import KernelSpec
 
 _OPERATORS = "loongforge_fuse.ops"
+_ORDINARY = (Tensor, torch.nn.Parameter)  # others, such as those of tracing, have no memory of their own
 
 
 class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,17 +42,21 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for item in tree_leaves((args, out)):
-            if isinstance(item, Tensor):
+            if type(item) in _ORDINARY:
                 self._note(item)
         return out
 
     def _note(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return
-        storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in self._storages:
+        try:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr() if storage.nbytes() else 0
+        except (RuntimeError, NotImplementedError):
+            return  # a wrapper of a transform
+        if address and address not in self._storages:
             name = f"{tensor.dtype} {tuple(tensor.shape)}".replace("torch.", "")
-            self._storages[storage.data_ptr()] = storage, name
+            self._storages[address] = storage, name
 
     def memory(self) -> Memory:
         """Return a memory that holds all of them at their own addresses."""
@@ -62,7 +67,7 @@ class _Tensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _search(self, memory: Memory) -> None:
         known = set(self._storages)
         for item in gc.get_objects():
-            if issubclass(type(item), Tensor):
+            if type(item) in _ORDINARY:
                 self._note(item)
         self._place(memory, {k: v for k, v in self._storages.items() if k not in known})
 
