@@ -75,6 +75,38 @@ def test_plans_with_few_buckets_end_within_half_a_percent_of_the_optimum(
     assert len(cuts) <= len(best_cuts) or end <= best * 1.005
 
 
+@settings(max_examples=100, deadline=None)
+@given(tensors, curves, st.sampled_from([(1.25, 1.0), (1.0, 1.3)]))
+def test_a_later_backward_or_a_slower_link_costs_no_more_than_the_best_plan_for_it_or_the_exact_one(
+    items: list[tuple[float, int]], curve: Curve, case: tuple[float, float]
+) -> None:
+    late, slow = case
+    ready = np.asarray(sorted(r for r, _ in items))
+    sizes = np.asarray([float(s) for _, s in items])
+
+    def end_of(cuts: list[int]) -> float:
+        end = start = 0
+        for stop in cuts:
+            cost = slow * float(curve.predict(np.asarray([sizes[start:stop].sum()]))[0])
+            end, start = max(end, late * ready[stop - 1]) + cost, stop
+        return end
+
+    best = segment(late * ready, sizes, [curve.scaled(slow)])[1]
+    exact = end_of(segment(ready, sizes, [curve])[0])
+    assert end_of(calm_cuts(ready, sizes, [curve])) <= max(best * 1.005, exact) + 1e-9
+
+
+def test_the_last_bucket_of_a_busy_link_leaves_room_for_a_longer_backward() -> None:
+    """A link that is busy to the end must have work when the backward takes a fifth longer than expected."""
+    specs = [gradient(i, 2**18, 10.0 * i) for i in range(60)]
+    link = LinkModel.from_alpha_beta(0.3, 0.06)  # 17.5 ms a MiB: communication takes 1.75 times the backward
+    plan = plan_buckets(specs, link)
+    end = 0.0
+    for bucket in plan.buckets:
+        end = max(end, 1.2 * bucket.ready_ms) + link.predict_ms("ring", bucket.nbytes)
+    assert end <= 60 * 17.5 * 1.02
+
+
 def test_hidden_communication_uses_few_buckets() -> None:
     specs = [gradient(i, 2**18, float(i)) for i in range(200)]
     plan = plan_buckets(specs, LinkModel.from_alpha_beta(0.05, 20.0))
