@@ -1,5 +1,6 @@
 """Open decoders are bounded, one user each, and never shared with a child process; odd stamps."""
 
+import ctypes
 import gc
 import os
 import random
@@ -47,6 +48,41 @@ def test_open_decoders_are_bounded_in_number_and_memory(tmp_path, clips):
     small.close()
     gc.collect()
     assert open_files() <= before
+
+
+class MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated() -> int:
+    """Return the bytes that the C library has handed out."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        pytest.skip("this C library has no mallinfo2")
+    library.mallinfo2.restype = MallInfo
+    return int(library.mallinfo2().uordblks)
+
+
+def test_seeks_leave_no_memory_behind(tmp_path, clips):
+    """A demux generator that is started and left costs about 150 bytes; over epochs of seeks that is a leak."""
+    path = clips.write(tmp_path / "clip.mp4", frames=48, options=X264)
+    rng = random.Random(0)
+    with VideoFile(path) as video:
+
+        def seek_often(times: int) -> int:
+            for _ in range(times):
+                video.frame(rng.randrange(len(video)))
+            gc.collect()
+            return allocated()
+
+        before = seek_often(1000)
+        seeks = video.counters.seeks
+        grown = seek_often(2000) - before
+        assert video.counters.seeks - seeks > 1000
+    assert grown < 60_000
 
 
 def test_a_changed_file_is_opened_anew(tmp_path, clips):

@@ -59,10 +59,15 @@ class PacketReader:
             self._container.close()
             raise
         self.closed = False
+        self._packets: Iterator[Packet] | None = None
         self._rewound()
 
     def _rewound(self) -> None:
-        self._packets: Iterator[Packet] = self._container.demux(self._stream)
+        """Read on from where the container stands. One generator serves all seeks until it ends: PyAV 18 loses
+        about 150 bytes with each one that was started and left.
+        """
+        if self._packets is None:
+            self._packets = self._container.demux(self._stream)
         self._peeked: Packet | None = None
         self.position = 0
 
@@ -70,8 +75,7 @@ class PacketReader:
         """Release the decoder and the file. Closing twice is allowed."""
         if not self.closed:
             self.closed = True
-            self._peeked = None
-            self._packets = iter(())
+            self._peeked = self._packets = None
             self._container.close()
 
     def take(self) -> Packet | None:
@@ -79,12 +83,15 @@ class PacketReader:
         packet = self._peeked
         self._peeked = None
         while packet is None or not packet.size:
+            if self._packets is None:
+                return None
             try:
                 packet = next(self._packets, None)
             except (av.error.FFmpegError, EOFError):
                 # The pass that made the frame table stopped here too: nothing follows.
-                return None
+                packet = None
             if packet is None:
+                self._packets = None
                 return None
         self.position += 1
         return packet
