@@ -63,8 +63,9 @@ class PacketReader:
         self._rewound()
 
     def _rewound(self) -> None:
-        """Read on from where the container stands. One generator serves all seeks until it ends: PyAV 18 loses
-        about 150 bytes with each one that was started and left.
+        """Read on from where the container stands.
+
+        One generator serves all seeks until it ends: PyAV 18 loses about 150 bytes with each one left early.
         """
         if self._packets is None:
             self._packets = self._container.demux(self._stream)
