@@ -223,9 +223,11 @@ def _run_or_die(worker: Worker) -> None:
     try:
         worker.run()
     except BaseException:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+        finally:  # a report that cannot be written must not keep the process alive
+            os._exit(1)
 
 
 def run_threads(ring: Ring, number: int, spec: WorkerSpec, alive: Callable[[], bool]) -> None:
