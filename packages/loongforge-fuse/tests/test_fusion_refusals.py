@@ -152,13 +152,18 @@ def test_keys_dtypes_shapes_and_shared_values_are_checked():
     assert run(model, [{**b, "gain": 1.0} for b in window]).fused
 
 
-def test_padding_that_no_mask_covers_is_found_by_the_probe():
+@pytest.mark.parametrize("seed", [0, 21, 23, 30, 39])
+def test_padding_that_no_mask_covers_is_found_by_the_probe(seed):
+    """With seeds 21 to 39 the samples' differences cancel in the sum of a micro-batch."""
+
     class Unmasked(TinyVLA):
         def forward(self, batch):
             return super().forward({**batch, "text_mask": torch.ones_like(batch["text_mask"])})
 
-    model = Unmasked()
-    window = [model.draw(tiny_batch(4, seed=i, text=3 + i)) for i in range(4)]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Unmasked()
+        window = [model.draw(tiny_batch(4, seed=i, text=3 + i)) for i in range(4)]
     assert run(model, window).reason == RefusalReason.SAMPLES_INTERACT
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -76,8 +75,8 @@ def probe_fusion(
         model: The model.
         batches: Micro-batches with their draws.
         joined: The same, joined.
-        tolerance: Largest relative difference of a micro-batch's loss sum; None takes 2e-2 where the model
-            has 16-bit parameters or autocast is on, else 1e-3.
+        tolerance: Largest relative difference of a micro-batch's losses by sample, as norms; None takes 2e-2
+            where the model has 16-bit parameters or autocast is on, else 1e-3.
         allow_reads: Accept values read on the host.
     """
     inner = unwrap(model)
@@ -105,18 +104,20 @@ def probe_fusion(
 def _compare(
     separate: Sequence[SampleLosses], together: SampleLosses, sizes: tuple[int, ...], tolerance: float
 ) -> Refusal | None:
-    alone = [float(losses.sums.double().sum()) for losses in separate]
-    joint = [float(v) for v in per_micro_batch(together.sums.double(), sizes)]
-    counts_alone = [float(losses.counts.sum()) for losses in separate]
+    """Compare sample by sample: in the sum of a micro-batch what one sample gains another may lose."""
+    joint = torch.split(together.sums.double().cpu(), list(sizes))
     counts_joint = [float(v) for v in per_micro_batch(together.counts, sizes)]
-    scale = max((abs(v) for v in alone if math.isfinite(v)), default=1.0) or 1.0
-    for index, (a, b, m, n) in enumerate(zip(alone, joint, counts_alone, counts_joint, strict=True)):
-        if not math.isfinite(a) and not math.isfinite(b):
-            continue
-        if not abs(a - b) <= tolerance * max(abs(a), 1e-3 * scale) or abs(m - n) > 0.5:
+    alone = [losses.sums.double().cpu() for losses in separate]
+    scale = max((float(a[a.isfinite()].norm()) for a in alone), default=1.0) or 1.0
+    for index, (a, b, n) in enumerate(zip(alone, joint, counts_joint, strict=True)):
+        m = float(separate[index].counts.sum())
+        both = a.isfinite() | b.isfinite()
+        distance = float((a - b)[both].norm())
+        if not distance <= tolerance * max(float(a[both].norm()), 1e-3 * scale) or abs(m - n) > 0.5:
             detail = (
-                f"micro-batch {index} has loss sum {a:.6g} over {m:g} elements alone and {b:.6g} over {n:g} "
-                "fused: samples of one batch influence each other, or padding is not masked"
+                f"micro-batch {index} has loss sum {float(a.sum()):.6g} over {m:g} elements alone and "
+                f"{float(b.sum()):.6g} over {n:g} fused, and its samples' losses lie {distance:.3g} apart: "
+                "samples of one batch influence each other, or padding is not masked"
             )
             return Refusal(reason=RefusalReason.SAMPLES_INTERACT, detail=detail)
     return None
