@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -52,3 +53,10 @@ def test_tracked_files_hold_no_machine_paths_and_no_large_binaries() -> None:
                 continue
             found = pattern.search(path.read_text(errors="replace"))
             assert found is None, f"{path}: {found and found.group()}"
+
+
+def test_make_bench_runs_every_benchmark_whose_cpu_result_is_kept() -> None:
+    kept = {path.stem for path in (ROOT / "benchmarks" / "results" / "cpu").glob("*.json")}
+    listed = runpy.run_path(str(ROOT / "scripts" / "bench.py"))["CPU_BENCHMARKS"]
+    assert kept <= set(listed)
+    assert all((ROOT / "benchmarks" / f"{name}.py").is_file() for name in listed)
