@@ -78,11 +78,13 @@ def run_plan(plan: Plan) -> dict[str, object]:
                 marks = drive(run, plan)
             run.session.parts.recorder.flush()
             counters = graph_counters(run)
+            loader = run.session.parts.source.stats()
+            ahead = {name: value for name, value in loader.items() if name.startswith("frozen_ahead")}
             if validation is not None and plan.validate == "last":
                 losses["validation_last"] = validation()
         finally:
             run.session.close()
-    return {**summarise(plan, records, marks, use), **losses, "graphs": counters}
+    return {**summarise(plan, records, marks, use), **losses, "graphs": counters, "ahead": ahead}
 
 
 def settings(plan: Plan, folder: str) -> dict[str, object]:

@@ -26,6 +26,8 @@ from loongforge_fuse import (
     join_linears,
     measure_deviation,
 )
+from loongforge_fuse.graphs import Ahead, FrozenAhead
+from loongforge_fuse.graphs.backend import CudaBackend
 from torch import Tensor, nn
 from torch import _dynamo as dynamo
 from torch import _inductor as inductor
@@ -42,11 +44,12 @@ COLUMNS = (
     "graph_fused",
     "graph_fused_compile",
     "ours+adam",
-    "ours+adam+join",
-    "ours+adam+ops",
-    "ours+adam+combo",
-    "ours+adam+multi",
-    "ours+adam+fp8",
+    "ours+adam+ahead",
+    "ours+adam+ops+plain",
+    "ours+adam+ops+plain+ahead",
+    "ours+adam+ops+plain+ahead+first",
+    "ours+adam+ops+ahead",
+    "ours+adam+ahead+fp8",
     "compile_regions_1x16",
 )
 MIXED_COLUMNS = ("eager_1x16", "graph_fused_compile", "ours+masters")
@@ -60,7 +63,7 @@ INDUCTOR: Mapping[str, Mapping[str, object]] = {
     "multi": {"triton.multi_kernel": 1},
     "descent": {"coordinate_descent_tuning": True},
 }
-OPTIONS = {"adam", "masters", "ops", "fp8", "join", *ATTENTION, *INDUCTOR}
+OPTIONS = {"adam", "masters", "ops", "fp8", "join", "plain", "ahead", "first", *ATTENTION, *INDUCTOR}
 
 Step = Callable[[], Tensor]
 
@@ -239,8 +242,14 @@ def graph_step(
     factor: int = MICRO,
     regional: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    ahead: bool = False,
+    priority: int = 0,
 ) -> Step:
-    """Graphed steps, clip and optimizer inside the graph."""
+    """Graphed steps, clip and optimizer inside the graph.
+
+    With ``ahead`` each step starts the frozen part of the next one's samples before its own replay, so that
+    every step contains one frozen and one trainable part.
+    """
     config = GraphConfig(
         mode="auto" if bench.device == "cuda" else "emulated",
         gradients="overwrite" if factor == MICRO else "accumulate",
@@ -249,18 +258,32 @@ def graph_step(
         # On the CPU, a dry run, the blocks stay as they are: compiling them there takes minutes.
         compile=regional and bench.device == "cuda",
     )
-    runner = GraphRunner(model, config, optimizer=optimizer or bench.stock)
+    device = next(model.parameters()).device
+    backend = CudaBackend(device, priority=priority) if bench.device == "cuda" else None
+    runner = GraphRunner(model, config, optimizer=optimizer or bench.stock, backend=backend)
     stack.callback(runner.release)
+    early = None
+    if ahead:
+        early = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None)
+        stack.callback(early.release)
+    under_way: Ahead | None = None
     fuser = MicroBatchFuser(model, FusionConfig(fusion_batch_size=factor), executor=runner)
     tries = 0
 
     def step() -> Tensor:
-        nonlocal tries
+        nonlocal tries, under_way
+        window: Sequence[Mapping[str, object]] = bench.window
+        if early is not None:
+            window = (under_way or early.start(bench.window)).take()
+            under_way = early.start(bench.window)
         with bench.precision():
-            outcome = fuser.run(bench.window)
+            outcome = fuser.run(window)
         tries += 1
         if tries > 4 and not outcome.graph:
             message = f"no graph: {outcome.graph_reason}: {dict(runner.stats().failures)}"
+            raise RuntimeError(message)
+        if tries > 4 and early is not None and bench.device == "cuda" and not early.stats().replays:
+            message = f"no graph of the frozen part: {early.stats()}"
             raise RuntimeError(message)
         return outcome.loss
 
@@ -321,7 +344,15 @@ def _ours(
             master_weights=masters,
             state_dtype=torch.float32 if masters else None,
         )
-    step = graph_step(bench, model, stack, regional=True, optimizer=optimizer)
+    step = graph_step(
+        bench,
+        model,
+        stack,
+        regional="plain" not in options,
+        optimizer=optimizer,
+        ahead="ahead" in options,
+        priority=-1 if "first" in options else 0,
+    )
     return Column(step=step, facts=facts, half=masters)
 
 

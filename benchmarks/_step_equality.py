@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 
 import _groot_full as groot
+import torch
 from _step_columns import MICRO, Bench
-from loongforge_fuse import FusionConfig, GraphConfig, GraphRunner, MicroBatchFuser
+from loongforge_fuse import FrozenAhead, FusionConfig, GraphConfig, GraphRunner, MicroBatchFuser
+from torch import Tensor, nn
 
 
 def check_equality(bench: Bench) -> dict[str, object]:
@@ -32,12 +35,6 @@ def check_equality(bench: Bench) -> dict[str, object]:
             model.zero_grad(set_to_none=True)
             with bench.precision():
                 outcome = fuser.run(window, drawn=True)
-        difference = sum(
-            ((p.grad.float() - expected[n].float()) ** 2).sum()
-            for n, p in trainable
-            if n in expected and p.grad is not None
-        )
-        size = sum((g.float() ** 2).sum() for g in expected.values())
         row: dict[str, object] = {
             "graph": outcome.graph,
             "graph_reason": outcome.graph_reason,
@@ -45,9 +42,30 @@ def check_equality(bench: Bench) -> dict[str, object]:
             "fusion_reason": outcome.reason,
             "loss": float(outcome.loss),
             "loss_eager": plain,
-            "gradient_difference": float((difference / size).sqrt()),
+            "gradient_difference": difference(trainable, expected),
             "missing": [n for n, p in trainable if n in expected and p.grad is None][:5],
         }
+        in_its_step = {n: p.grad.clone() for n, p in trainable if p.grad is not None}
+        ahead = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None)
+        for _ in range(5):
+            model.zero_grad(set_to_none=True)
+            with bench.precision():
+                outcome = fuser.run(ahead.start(window).take(), drawn=True)
+        row["ahead_graph"] = bool(outcome.graph and (ahead.stats().replays or not cuda))
+        row["ahead_loss"] = float(outcome.loss)
+        row["ahead_gradient_difference"] = difference(trainable, in_its_step)
+        row["ahead_failures"] = list(ahead.stats().failures)
+        ahead.release()
     model.zero_grad(set_to_none=True)
     gc.collect()
     return row
+
+
+def difference(trainable: Sequence[tuple[str, nn.Parameter]], expected: Mapping[str, Tensor]) -> float:
+    """Return the norm of the gradients' difference relative to that of the expected ones."""
+    gap = sum(
+        ((p.grad.float() - expected[n].float()) ** 2).sum()
+        for n, p in trainable
+        if n in expected and p.grad is not None
+    )
+    return float((gap / sum((g.float() ** 2).sum() for g in expected.values())).sqrt())

@@ -66,7 +66,8 @@ def limited(seconds: float) -> Iterator[None]:
         raise TimeoutError(message)
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    # Again and again: an exception that falls into a callback of a weak reference is lost.
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1), 5.0)
     try:
         yield
     finally:

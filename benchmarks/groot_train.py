@@ -210,6 +210,10 @@ VARIANTS: dict[str, tuple[int, dict[str, object]]] = {
         4,
         {"mem": "advisor", "data": "on", "fuse": 4, "graph": True, "fused_ops": True, "fill_windows": False},
     ),
+    "frozen part in its step": (
+        4,
+        {"mem": "advisor", "data": "on", "fuse": 4, "graph": True, "fused_ops": True, "frozen_ahead": False},
+    ),
     "all pillars": (
         4,
         {"mem": "advisor", "comm": "hybrid", "data": "on", "fuse": 4, "graph": True, "fused_ops": True},

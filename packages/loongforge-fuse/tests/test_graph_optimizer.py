@@ -140,3 +140,32 @@ def test_resuming_reproduces_the_next_steps_dropout_included(place, kind, gradie
     other.load(saved)
     other.train(4)
     place.same_weights(again.model, other.model)
+
+
+@pytest.mark.parametrize("kind", ["stock", "ours"])
+def test_after_a_load_the_next_step_is_eager_since_it_may_make_state(place, kind):
+    torch.manual_seed(3)
+    run = Run(place, kind, "accumulate")
+    fresh = run.save()
+    run.train(5)
+    run.load(fresh)
+    again = run.train(4)
+    assert run.runner.stats().moved == {"optimizer_state": 1}
+    assert run.runner.stats().eager == {"warm_up": 2}
+    assert run.graph
+    other = Run(place, kind, "accumulate")
+    other.load(fresh)
+    assert again == pytest.approx(other.train(4), rel=1e-5)
+    place.same_weights(run.model, other.model)
+
+
+def test_a_loaded_step_count_is_made_outside_of_captures():
+    model = TinyVLA()
+    optimizer = ours_adam(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    counters = {id(state["step"]) for state in optimizer.state.values()}
+    assert counters == {id(optimizer._step)}
+    assert optimizer._step.item() == 1

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from loongforge_fuse import FusionConfig, GraphRunner, MicroBatchFuser
-from loongforge_fuse.testing import TinyVLA
+from loongforge_fuse import FusionConfig, GraphConfig, GraphRunner, MicroBatchFuser
+from loongforge_fuse.graphs.backend import EmulatedBackend
+from loongforge_fuse.testing import TinyVLA, tiny_batch
 
 
 @pytest.mark.parametrize("how", ["assign", "data"])
@@ -213,3 +214,41 @@ def test_short_windows_between_whole_ones_need_no_new_capture(place):
     assert outcome.graph
     assert runner.stats().captures == 3
     assert runner.stats().moved == {}
+
+
+class CountsRenewals(EmulatedBackend):
+    """A stand-in that counts how often the shared pool was given up."""
+
+    def __init__(self, model):
+        super().__init__(lambda: [p for p in model.parameters() if p.requires_grad])
+        self.renewals = 0
+
+    def renew(self):
+        self.renewals += 1
+
+
+def test_a_pool_whose_last_recording_is_gone_is_not_used_again():
+    model = TinyVLA()
+    backend = CountsRenewals(model)
+    runner = GraphRunner(model, GraphConfig(mode="emulated", warmup_steps=1), backend=backend)
+    batches = [model.draw(tiny_batch(4, seed=s, text=6 + s % 2)) for s in range(6)]
+    for batch in batches:
+        runner.run(batch)
+    assert runner.stats().graphs == 2
+    model.patch.weight.data = model.patch.weight.data * 2
+    runner.run(batches[0])
+    assert backend.renewals == 0
+    runner.invalidate()
+    assert backend.renewals == 1
+
+
+def test_on_a_gpu_a_recording_made_anew_beside_living_gradients_is_captured(place):
+    model, _ = place.pair()
+    runner = place.runner(model, gradients="overwrite")
+    for seed in range(3):
+        runner.run(place.drawn(model, seed))
+    kept = [p.grad for p in model.parameters() if p.grad is not None]
+    model.patch.weight.data = model.patch.weight.data * 2
+    result = runner.run(place.drawn(model, 3))
+    assert result.graph, runner.stats().failures
+    assert kept

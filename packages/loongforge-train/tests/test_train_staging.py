@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from loongforge.records import read_metrics
 from loongforge.rng import seed_rank
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
-from loongforge.staging import StagedBatch, StagedLoader, host_of, stage
+from loongforge.staging import AheadPlan, StagedBatch, StagedLoader, host_of, stage
 from loongforge.testing import ToyData, ToyModel, collate
 from torch.utils.data import DataLoader
 
@@ -68,16 +69,45 @@ class Ahead:
         return dict(self.loader.stats())
 
 
+class Counting:
+    """Stands in for what runs the frozen part ahead: notes the order of starts and takes."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.started = self.replays = self.discarded = 0
+
+    def start(self, window: list[Mapping[str, object]]) -> object:
+        self.started += 1
+        number = self.started
+        self.events.append(("start", len(window)))
+
+        def take() -> list[Mapping[str, object]]:
+            self.events.append(("take", number))
+            return [{**batch, "frozen": number} for batch in window]
+
+        return SimpleNamespace(take=take)
+
+    def stats(self) -> Counting:
+        return self
+
+
 def adfe(length: int = 52) -> object:
     data = pytest.importorskip("loongforge_data")
     return data.ADFEDataLoader(ToyData(length), batch_size=2, shuffle=True, seed=3, collate_fn=collate)
 
 
-def staged(model: ToyModel, prefetcher: Callable[..., object] = Ahead, depth: int = 3) -> StagedLoader:
-    return StagedLoader(adfe(), model, CPU, seed=0, depth=depth, prefetcher=prefetcher)
+def staged(
+    model: ToyModel,
+    prefetcher: Callable[..., object] = Ahead,
+    depth: int = 3,
+    plan: AheadPlan | None = None,
+) -> StagedLoader:
+    return StagedLoader(adfe(), model, CPU, seed=0, depth=depth, prefetcher=prefetcher, plan=plan)
 
 
-def train(out: Path, *, ahead: bool, steps: int | None = None, dropout: float = 0.3) -> list[list[int]]:
+def train(
+    out: Path, *, ahead: bool, steps: int | None = None, dropout: float = 0.3, group: int = 0
+) -> list[list[int]]:
     config = TrainConfig(
         output=str(out),
         steps=steps,
@@ -91,7 +121,8 @@ def train(out: Path, *, ahead: bool, steps: int | None = None, dropout: float = 
     )
     model, seen = ToyModel(dropout=dropout), []
     seed_rank(0, 0)
-    source = BatchSource(staged(model) if ahead else adfe(), fingerprint="toy")
+    plan = AheadPlan(ahead=Counting(), group=group) if group else None
+    source = BatchSource(staged(model, plan=plan) if ahead else adfe(), fingerprint="toy")
     parts = build_parts(config, model, source, Ranks(rank=0, world_size=1, device=CPU))
     parts.recorder.listeners.append(lambda record, ids: seen.append([i for group in ids for i in group]))
     Session(config, parts).train()
@@ -112,6 +143,42 @@ def test_batches_copied_ahead_give_the_same_numbers_and_resume_at_every_stop(tmp
         seen = train(out, ahead=True, steps=stop) + train(out, ahead=True)
         assert seen == ids, f"stopped after step {stop}"
         assert curve(out) == curve(tmp_path / "plain"), f"stopped after step {stop}"
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_groups_started_ahead_resume_at_every_stop(tmp_path: Path, group: int) -> None:
+    ids = train(tmp_path / "plain", ahead=False)
+    assert train(tmp_path / "ahead", ahead=True, group=group) == ids
+    assert curve(tmp_path / "ahead") == curve(tmp_path / "plain")
+    for stop in (1, 6, 7, 13, 20):
+        out = tmp_path / f"stop{stop}"
+        seen = train(out, ahead=True, steps=stop, group=group) + train(out, ahead=True, group=group)
+        assert seen == ids, f"stopped after step {stop}"
+        assert curve(out) == curve(tmp_path / "plain"), f"stopped after step {stop}"
+
+
+def test_a_group_is_started_before_the_one_before_it_is_handed_out() -> None:
+    ahead = Counting()
+    loader = staged(ToyModel(), plan=AheadPlan(ahead=ahead, group=4))
+    loader.set_epoch(0)
+    numbers = [batch.device["frozen"] for batch in loader]
+    assert numbers == sorted([1, 2, 3, 4, 5, 6] * 4 + [7, 7])
+    assert ahead.events[:5] == [("start", 4), ("start", 4), ("take", 1), ("start", 4), ("take", 2)]
+    assert ahead.events[-3:] == [("start", 2), ("take", 6), ("take", 7)]
+    assert loader.stats()["frozen_ahead"] == 7
+
+
+def test_a_new_epoch_amid_an_epoch_begins_where_the_steps_are() -> None:
+    loader = staged(ToyModel(), plan=AheadPlan(ahead=Counting(), group=4))
+    loader.set_epoch(0)
+    whole = [host_of(batch)["index"].tolist() for batch in loader]
+    loader.set_epoch(0)
+    source = iter(loader)
+    first = [host_of(next(source))["index"].tolist() for _ in range(5)]
+    loader.set_epoch(0)
+    assert list(source) == []
+    rest = [host_of(batch)["index"].tolist() for batch in loader]
+    assert first + rest == whole
 
 
 def test_draws_are_made_before_the_copy_and_the_host_batch_stays_beside_it() -> None:

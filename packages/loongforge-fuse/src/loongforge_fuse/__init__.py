@@ -19,6 +19,7 @@ _EXPORTS = {
     "RefusalReason": "loongforge_fuse.fusion",
     "WindowOutcome": "loongforge_fuse.fusion",
     "BucketPlan": "loongforge_fuse.graphs",
+    "FrozenAhead": "loongforge_fuse.graphs",
     "GraphConfig": "loongforge_fuse.graphs",
     "GraphReason": "loongforge_fuse.graphs",
     "GraphRunner": "loongforge_fuse.graphs",

@@ -12,20 +12,43 @@ Optional methods and attributes make more possible:
 * ``draw(batch, generator=None) -> batch``: adds the random numbers this micro-batch needs (noise, time), so
   that fused, graphed and plain execution use the same numbers in the same order;
 * ``loss_count(batch) -> Tensor (B,)``: valid elements, known before the forward pass;
+* ``frozen_modules``, ``run_frozen`` and ``frozen_inputs``: see :class:`FrozenPrefix`;
 * ``fusion_unsafe``: a sentence that says why samples of one batch influence each other (a contrastive loss, a
   capacity limit). A submodule may carry it too. Fusion is then refused with that sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 Batch = Mapping[str, object]
 """A micro-batch: tensors with the samples along dim 0, lists with one entry per sample, shared scalars."""
+
+
+@runtime_checkable
+class FrozenPrefix(Protocol):
+    """A model whose forward pass begins with a part that no training step changes.
+
+    ``model({**batch, **model.run_frozen(batch)})`` must give what ``model(batch)`` gives, and may leave out
+    the entries that ``frozen_inputs`` names. Samples must not influence each other in that part.
+    """
+
+    def frozen_modules(self) -> Sequence[nn.Module]:
+        """Return the modules whose weights the part reads; empty when there is no such part."""
+        ...
+
+    def run_frozen(self, batch: Batch, /) -> Mapping[str, Tensor]:
+        """Return the part's results by entry name, one row per sample; empty for a batch it cannot take."""
+        ...
+
+    def frozen_inputs(self, batch: Batch, /) -> Collection[str]:
+        """Return the entries that only this part reads."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ class TinyVLA(nn.Module):
             "action": PadRule(),
             "action_mask": PadRule(),
             "noise": PadRule(),
+            "seen": PadRule(),
         }
         self.patch = nn.Conv2d(3, width, kernel_size=4, stride=4)
         self.frozen = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
@@ -57,12 +58,26 @@ class TinyVLA(nn.Module):
         """Return the valid action elements per sample (B,)."""
         return _tensor(batch, "action_mask").flatten(1).sum(dim=1)
 
+    def frozen_modules(self) -> list[nn.Module]:
+        """Return the modules of the frozen prefix."""
+        return [self.patch, self.frozen]
+
+    def run_frozen(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the encoded image and text tokens as ``seen`` (B, patches + T, width)."""
+        images, text = _tensor(batch, "images"), _tensor(batch, "text")
+        tokens = torch.cat([self.patch(images).flatten(2).transpose(1, 2), text], dim=1)
+        return {"seen": self.frozen(tokens)}
+
+    def frozen_inputs(self, batch: Batch) -> list[str]:
+        """Return the entries that only the frozen prefix reads."""
+        return [name for name in batch if name in {"images", "text"}]
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return ``loss``, ``loss_sum`` (B,) and ``loss_count`` (B,)."""
-        images, text = _tensor(batch, "images"), _tensor(batch, "text")
-        seen = self.frozen(torch.cat([self.patch(images).flatten(2).transpose(1, 2), text], dim=1))
-        patches = seen.shape[1] - text.shape[1]
-        keep = functional.pad(_tensor(batch, "text_mask"), (patches, 0), value=True)
+        made = batch.get("seen")
+        seen = made if isinstance(made, Tensor) else self.run_frozen(batch)["seen"]
+        mask = _tensor(batch, "text_mask")
+        keep = functional.pad(mask, (seen.shape[1] - mask.shape[1], 0), value=True)
         noise, action = _tensor(batch, "noise"), _tensor(batch, "action")
         time = _tensor(batch, "time")[:, None, None]
         mixed = (1 - time) * noise + time * action

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from loongforge.batches import CountsLoss
 from loongforge.config import TrainConfig
 from loongforge.ema import WeightAverage
-from loongforge.engine import Parts
+from loongforge.engine import AUTOCAST, Parts
 from loongforge.errors import ConfigError
 from loongforge.fusing import build_runner, has_hooks, patch_operators
 from loongforge.guards import Guard
@@ -26,7 +26,6 @@ from loongforge.recorder import Recorder
 from loongforge.sources import BatchSource
 
 Groups = Callable[[nn.Module, float], list[dict[str, object]]]
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_parts(

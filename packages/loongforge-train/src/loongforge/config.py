@@ -50,6 +50,9 @@ class PillarConfig:
     fill_windows: bool = True
     """With graphs: fill an epoch's last, shorter window with samples without weight, so that it replays
     too."""
+    frozen_ahead: bool = True
+    """With graphs: the frozen part of the next window's forward runs beside the present step, on a stream of
+    its own. Works with device_prefetch and a model that says which part is frozen."""
     fused_ops: bool = False
     """Replace chosen modules by fused kernels."""
 

@@ -32,6 +32,9 @@ from loongforge.sources import BatchSource
 from loongforge.staging import StagedBatch, host_of
 from loongforge.window import Outcome, WindowRunner
 
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of the autocast around a window, by ``precision``."""
+
 
 @dataclass(kw_only=True)
 class Parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,11 +10,14 @@ from torch import nn
 
 from loongforge.batches import Backward
 from loongforge.config import TrainConfig
+from loongforge.engine import AUTOCAST
 from loongforge.errors import ConfigError, require
 from loongforge.filling import WindowFiller, cut
 from loongforge.ranks import Ranks
+from loongforge.staging import AheadPlan
 from loongforge.window import EagerWindow, Outcome, Sync, WindowRunner
 
+log = logging.getLogger("loongforge")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -106,6 +110,29 @@ def build_runner(
         WindowFiller(module, batch_size=config.batch_size, accumulation=config.accumulation) if fill else None
     )
     return FusedWindow(fuser, graph=config.pillars.graph, filler=filler)
+
+
+def plan_ahead(config: TrainConfig, model: nn.Module, ranks: Ranks) -> AheadPlan | None:
+    """Return how the frozen part of coming windows runs beside the present step, or None (logged) where not.
+
+    Call it before any pillar puts hooks on the model. A replay ends the need for the host, so that the GPU
+    works on both at once; without graphs both would wait for the same host.
+    """
+    pillars = config.pillars
+    if not (pillars.frozen_ahead and pillars.graph and pillars.data == "on" and pillars.device_prefetch):
+        return None
+    if ranks.device.type != "cuda" or config.strategy in {"fsdp2", "hsdp"}:
+        # Sharded weights are gathered by hooks of the step itself.
+        return None
+    fuse = require("loongforge_fuse", "loongforge-fuse", "use --no-graph")
+    ahead = fuse.FrozenAhead(  # type: ignore[attr-defined]
+        model, autocast=AUTOCAST[config.precision], hooks="refuse" if has_hooks(model) else "allow"
+    )
+    if ahead.reason is not None:
+        log.info("the frozen part stays in its step: %s", ahead.reason)
+        return None
+    group = {"off": 1, "auto": config.accumulation}.get(str(pillars.fuse), pillars.fuse)
+    return AheadPlan(ahead=ahead, group=min(int(group), config.accumulation))
 
 
 def has_hooks(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from loongforge.checkpoint.find import find_newest
 from loongforge.checkpoint.state import MDG_FILE
 from loongforge.config import TrainConfig
 from loongforge.errors import ConfigError, require
+from loongforge.fusing import plan_ahead
 from loongforge.pillars import build_memory
 from loongforge.ranks import Ranks, join
 from loongforge.recipes import Recipe, get_recipe
@@ -65,7 +66,8 @@ def build_run(config: TrainConfig, *, ranks: Ranks | None = None, callbacks: Seq
     seed_rank(config.seed, ranks.rank)
     loader = build_loader(dataset, collate, config, ranks)  # type: ignore[arg-type]
     if config.pillars.data == "on":
-        loader = stage(loader, model, ranks.device, seed=config.seed, depth=config.pillars.device_prefetch)
+        depth, plan = config.pillars.device_prefetch, plan_ahead(config, model, ranks)
+        loader = stage(loader, model, ranks.device, seed=config.seed, depth=depth, plan=plan)
     fingerprint = getattr(dataset, "fingerprint", None)
     source = BatchSource(loader, fingerprint=None if fingerprint is None else str(fingerprint))
     groups = functools.partial(recipe.param_groups, learning_rate=config.learning_rate)

@@ -7,9 +7,11 @@ sample numbers and the agreement of the ranks never wait for the device.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,6 +22,34 @@ from loongforge.sources import Resumable
 
 log = logging.getLogger("loongforge")
 HOST, DEVICE = "host", "device"
+
+
+class AheadCounters(Protocol):
+    """What is reported of parts run ahead."""
+
+    started: int
+    replays: int
+    discarded: int
+
+
+class Started(Protocol):
+    """A group of micro-batches whose frozen part is under way."""
+
+    def take(self) -> list[Mapping[str, object]]:
+        """Return the micro-batches for their step."""
+        ...
+
+
+class Startable(Protocol):
+    """``loongforge_fuse.FrozenAhead``."""
+
+    def start(self, window: Sequence[Mapping[str, object]], /) -> Started:
+        """Start the frozen part of micro-batches that lie on the device."""
+        ...
+
+    def stats(self) -> AheadCounters:
+        """Return the counters."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +117,28 @@ class _Drawn:
         self.loader.load_state_dict(state)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AheadPlan:
+    """How the frozen part of the forward pass runs ahead of its step.
+
+    Attributes:
+        ahead: ``loongforge_fuse.FrozenAhead``.
+        group: Micro-batches started together: those of one fused pass.
+    """
+
+    ahead: Startable
+    group: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A micro-batch on its way, with the position after it."""
+
+    host: object
+    device: object
+    state: dict[str, object]
+
+
 class StagedLoader:
     """A loader whose batches are copied to the device ahead of their step.
 
@@ -97,6 +149,7 @@ class StagedLoader:
         seed: Seed of the draws.
         depth: Micro-batches copied ahead.
         prefetcher: ``DevicePrefetcher(loader, device, convert, depth)`` or a stand-in.
+        plan: Runs the frozen part of the forward pass one group ahead; None leaves it to the step.
     """
 
     def __init__(
@@ -108,14 +161,42 @@ class StagedLoader:
         seed: int,
         depth: int,
         prefetcher: Callable[..., Resumable],
+        plan: AheadPlan | None = None,
     ) -> None:
         self._prefetcher = prefetcher(_Drawn(loader, model, seed), device, None, depth)
         self._depth = depth
+        self._plan = plan
+        self._state: dict[str, object] | None = None
+        self._generation = 0
 
     def __iter__(self) -> Iterator[object]:
+        self._generation += 1
+        generation = self._generation
+        for entry in self._entries() if self._plan is None else self._run_ahead(self._plan):
+            self._state = entry.state
+            if entry.device is None:
+                yield entry.host
+            else:
+                yield StagedBatch(host=entry.host, device=entry.device)
+            if generation != self._generation:
+                return
+        self._state = None
+
+    def _entries(self) -> Iterator[_Entry]:
         for entry in self._prefetcher:  # type: ignore[attr-defined]
-            host = entry[HOST].batch
-            yield host if entry[DEVICE] is None else StagedBatch(host=host, device=entry[DEVICE])
+            state = self._prefetcher.state_dict()
+            yield _Entry(host=entry[HOST].batch, device=entry[DEVICE], state=dict(state))
+
+    def _run_ahead(self, plan: AheadPlan) -> Iterator[_Entry]:
+        """Hand out each group after the next one's frozen part was started, which runs beside its step."""
+        before: Callable[[], list[_Entry]] | None = None
+        for group in _grouped(self._entries(), plan.group):
+            started = _start(plan.ahead, group)
+            if before is not None:
+                yield from before()
+            before = started
+        if before is not None:
+            yield from before()
 
     def __len__(self) -> int:
         return len(self._prefetcher)  # type: ignore[arg-type]
@@ -127,19 +208,60 @@ class StagedLoader:
 
     def state_dict(self) -> dict[str, object]:
         """Return the position after the last batch that was handed out."""
-        return self._prefetcher.state_dict()
+        return self._prefetcher.state_dict() if self._state is None else dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go to a position; what was copied ahead is dropped."""
+        self._generation += 1
+        self._state = None
         self._prefetcher.load_state_dict(state)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; naming the epoch of the position keeps the position."""
+        self._generation += 1
+        if self._state is not None:
+            # The prefetcher has handed out batches whose step has not come yet.
+            self._prefetcher.load_state_dict(self._state)
+            self._state = None
+        self._prefetcher.set_epoch(epoch)  # type: ignore[attr-defined]
+
     def stats(self) -> dict[str, object]:
-        """Return the counters of loader and copies; ``device_prefetch`` is the depth."""
-        return {**self._prefetcher.stats(), "device_prefetch": self._depth}  # type: ignore[attr-defined]
+        """Return the counters of loader and copies; ``device_prefetch`` is the depth.
+
+        With the frozen part run ahead also ``frozen_ahead`` (micro-batches), ``frozen_ahead_replays`` and
+        ``frozen_ahead_discarded``.
+        """
+        counters = {**self._prefetcher.stats(), "device_prefetch": self._depth}  # type: ignore[attr-defined]
+        if self._plan is not None:
+            ahead = self._plan.ahead.stats()
+            counters["frozen_ahead"] = ahead.started
+            counters["frozen_ahead_replays"] = ahead.replays
+            counters["frozen_ahead_discarded"] = ahead.discarded
+        return counters
+
+
+def _grouped(entries: Iterator[_Entry], size: int) -> Iterator[list[_Entry]]:
+    while group := list(itertools.islice(entries, size)):
+        yield group
+
+
+def _start(ahead: Startable, group: list[_Entry]) -> Callable[[], list[_Entry]]:
+    """Start the frozen part of a group; return what hands its entries out."""
+    batches = [entry.device for entry in group if isinstance(entry.device, Mapping)]
+    if len(batches) != len(group):
+        return lambda: group
+    started = ahead.start(batches)
+    return lambda: [replace(entry, device=batch) for entry, batch in zip(group, started.take(), strict=True)]
 
 
 def stage(
-    loader: Iterable[object], model: nn.Module, device: torch.device, *, seed: int, depth: int
+    loader: Iterable[object],
+    model: nn.Module,
+    device: torch.device,
+    *,
+    seed: int,
+    depth: int,
+    plan: AheadPlan | None = None,
 ) -> Iterable[object]:
     """Return the loader behind the prefetcher, or as it is where that is off or not possible (logged)."""
     reason = None
@@ -154,4 +276,5 @@ def stage(
         return loader
     data = require("loongforge_data.device", "loongforge-data", "use --set pillars.device_prefetch=0")
     log.info("batches are copied to %s %d ahead of their step", device, depth)
-    return StagedLoader(loader, model, device, seed=seed, depth=depth, prefetcher=data.DevicePrefetcher)  # type: ignore[attr-defined,arg-type]
+    make = data.DevicePrefetcher  # type: ignore[attr-defined]
+    return StagedLoader(loader, model, device, seed=seed, depth=depth, prefetcher=make, plan=plan)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from loongforge.batches import LossAdapter
 from loongforge.config import CheckpointConfig, GuardConfig, PillarConfig, TrainConfig
 from loongforge.enable import settings_of
 from loongforge.errors import ConfigError
+from loongforge.fusing import plan_ahead
 from loongforge.ranks import Ranks, join
 from loongforge.records import StepRecord
 from loongforge.rng import seed_rank
@@ -140,8 +141,8 @@ class LoongTrainer:
         fingerprint = getattr(getattr(self.loader, "dataset", None), "fingerprint", None)
         loader = self.loader
         if config.pillars.data == "on":
-            depth = config.pillars.device_prefetch
-            loader = stage(loader, self.model, ranks.device, seed=config.seed, depth=depth)
+            depth, plan = config.pillars.device_prefetch, plan_ahead(config, self.model, ranks)
+            loader = stage(loader, self.model, ranks.device, seed=config.seed, depth=depth, plan=plan)
         parts = build_parts(
             config,
             self.model,

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from loongforge.recipes import get_recipe
-from loongforge.recipes.gr00t_n1_6.processing.images import ImageOptions, plan_decoded, prepare_images
+from loongforge.recipes.gr00t_n1_6.processing.images import (
+    ImageOptions,
+    crop_images,
+    jitter_colours,
+    plan_decoded,
+    prepare_images,
+    resize_uint8,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,17 +122,43 @@ def test_forward_and_backward_can_be_captured(tiny_batch, mixed, dropout):
             torch.testing.assert_close(parameter.grad, eager[name], rtol=2e-2 if mixed else 1e-3, atol=1e-4)
 
 
+def drawn_images():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (2, 2, 64, 85, 3), dtype=torch.uint8, generator=generator)
+    drawn = torch.tensor([[0.1, 0.9, 1.2, 0.8, 1.4, 0.05], [0.5, 0.0, 0.9, 1.3, 0.6, -0.07]])
+    return images, drawn
+
+
+STAGES = {
+    "crop": lambda x, d: crop_images(x.movedim(-3, -1), (60, 80), d[:, :2]).movedim(-1, -3),
+    "area": lambda x, d: resize_uint8(x.flatten(0, 1), (48, 64), mode="area"),
+    "bicubic": lambda x, d: resize_uint8(x.flatten(0, 1), (56, 70), mode="bicubic"),
+    "colours": lambda x, d: jitter_colours(x, d[:, 2:]),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_of_the_images_is_alike_on_both_devices(stage):
+    images, drawn = drawn_images()
+    x = images.movedim(-1, -3).float()
+    host = STAGES[stage](x.clone(), drawn)
+    device = STAGES[stage](x.cuda(), drawn.cuda()).cpu()
+    # Where a sum sits on the border of rounding a value differs by one; hue has the steepest slope.
+    levels = (host - device).abs()
+    assert levels.max() <= (0 if stage == "crop" else 8 if stage == "colours" else 1)
+    assert (levels > 0.5).float().mean() < 0.005
+
+
 def test_images_are_prepared_alike_on_both_devices():
     options = ImageOptions(short_edge=64)
-    images = torch.randint(0, 256, (2, 2, 64, 85, 3), dtype=torch.uint8)
-    drawn = torch.tensor([[0.1, 0.9, 1.2, 0.8, 1.4, 0.05], [0.5, 0.0, 0.9, 1.3, 0.6, -0.07]])
+    images, drawn = drawn_images()
     plan = plan_decoded(64, 85, options)
     host = prepare_images(images, plan, options, drawn)
     device = prepare_images(images.cuda(), plan, options, drawn.cuda()).cpu()
-    # Where a sum sits on the border of rounding a value differs by one, and later stages may carry it on.
+    # A value that one stage rounds the other way is carried on: bicubic resizing reads it 16 times.
     levels = (host - device).abs() * 127.5
     assert levels.max() <= 8.1
-    assert (levels > 0.5).float().mean() < 0.01
+    assert (levels > 0.5).float().mean() < 16 * 0.005
 
 
 @pytest.mark.slow

@@ -210,3 +210,49 @@ def test_the_whole_model_is_traced_in_one_graph(tiny_batch):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     found.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("case", ["a", "m"])
+def test_the_frozen_part_ahead_of_its_step_changes_no_bit(groot_reference, case):
+    batch = groot_reference.batch(case)
+    model = groot_reference.model()
+    loss, gradients = run(model, batch)
+    canonical = model.canonical(batch)
+    made = model.run_frozen(canonical)
+    assert set(made) == {"frozen_rows"}
+    assert not made["frozen_rows"].requires_grad
+    consumed = model.frozen_inputs(canonical)
+    assert "pixel_values" in consumed
+    rest = {name: value for name, value in canonical.items() if name not in consumed}
+    other_loss, other = run(model, {**rest, **made})
+    assert torch.equal(loss, other_loss)
+    assert set(gradients) == set(other)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other[name]), name
+
+
+def test_the_frozen_part_reads_only_the_modules_it_names(groot_reference):
+    model = groot_reference.model()
+    batch = model.canonical(groot_reference.batch("a"))
+    expected = model.run_frozen(batch)["frozen_rows"]
+    named = {id(p) for module in model.frozen_modules() for p in module.parameters()}
+    assert named
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) not in named:
+                parameter.fill_(float("nan"))
+    assert torch.equal(model.run_frozen(batch)["frozen_rows"], expected)
+    assert not any(p.requires_grad for m in model.frozen_modules() for p in m.parameters())
+
+
+@pytest.mark.parametrize("trained", ["visual", "language"])
+def test_nothing_is_frozen_ahead_where_the_encoder_trains(groot_reference, trained):
+    model = groot_reference.model()
+    config = replace(model.config, tune=replace(model.config.tune, **{trained: True}))
+    assert type(model)(config).frozen_modules() == []
+
+
+def test_a_batch_in_another_layout_is_left_to_its_step(groot_reference):
+    model = groot_reference.model()
+    batch = {k: v for k, v in groot_reference.batch("a").items() if k != "text_index"}
+    assert model.run_frozen(batch) == {}

@@ -65,20 +65,22 @@ class CudaBackend:
 
     Args:
         device: The model's device.
+        priority: Priority of the stream, which its kernels keep in replays: lower numbers go first. Default
+            0, the lowest.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def eager(self, work: Pass) -> Outputs:
         """Run on the capture stream, so that autograd's accumulation nodes belong to it."""
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
             outputs = work()
-        current.wait_stream(self._stream)
+        current.wait_stream(self.stream)
         for tensor in outputs:
             tensor.record_stream(current)
         return outputs
@@ -96,7 +98,7 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 outputs = work()
         except BaseException:
@@ -117,7 +119,7 @@ class CudaBackend:
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index or 0, failed)  # noqa: SLF001 - no public way
         # A capture that succeeds takes the default generator out of its capturing state.
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
             torch.zeros(1, device=self._device)
         torch.cuda.synchronize(self._device)
 

@@ -193,8 +193,11 @@ class StepPass:
         return None if self._optimizer is None else self._optimizer.keep()
 
     def hyper_changed(self, old: tuple[object, ...]) -> str | None:
-        """Return ``optimizer`` when baked-in values or state tensors changed, else None."""
-        return None if self.hyper() == old else "optimizer"
+        """Return ``optimizer`` when baked-in values changed, ``optimizer_state`` when its tensors did."""
+        now = self.hyper()
+        if now == old:
+            return None
+        return "optimizer" if now[1:] == old[1:] else "optimizer_state"
 
     def refresh(self) -> None:
         """Refresh the device scalars that a recording reads."""

@@ -32,3 +32,16 @@ class GraphReason(enum.StrEnum):
     """The runner was released."""
     WITHOUT_GRADIENTS = "without_gradients"
     """Gradients are disabled; only training passes are captured."""
+
+
+class AheadReason(enum.StrEnum):
+    """Why the frozen part of a batch was left to its step."""
+
+    NO_FROZEN_PART = "no_frozen_part"
+    """The model does not say which part of its forward pass is frozen, or nothing before it is."""
+    TRAINS = "trains"
+    """A parameter that the frozen part reads has ``requires_grad``."""
+    HOOKS = "hooks"
+    """A module of the frozen part has hooks, whose Python code a replay would not run."""
+    RANDOM = "random"
+    """The frozen part has active dropout, whose numbers would be drawn in another order."""

@@ -29,8 +29,10 @@ from loongforge_fuse.graphs.reasons import GraphReason
 from loongforge_fuse.graphs.regional import CompiledRegions, compile_regions
 from loongforge_fuse.protocol import Batch, batch_size
 
-_NEEDS_WARM_UP = frozenset({"requires_grad", "modules"})
-"""Changes after which other parameters may receive gradients: an eager pass must be watched again."""
+_NEEDS_WARM_UP = frozenset({"requires_grad", "modules", "optimizer_state"})
+"""Changes that an eager pass must follow: other parameters may receive gradients, or a loaded optimizer makes
+state at its next step, which inside a recording every replay would make anew.
+"""
 
 _MOVES_FOR_PARTS = 2
 
@@ -299,8 +301,6 @@ class GraphRunner:
             # A shared pool keeps what evicted recordings left behind until the last one is gone.
             self._ledger.again(key)
         self._drop(key)
-        if self._backend is not None:
-            self._backend.renew()
         return None, GraphReason.MEMORY_CAP
 
     def _replay(
@@ -337,6 +337,9 @@ class GraphRunner:
     def _drop(self, key: tuple[Hashable, ...]) -> None:
         self._entries.pop(key).release()
         self._held = self._measure() if self._entries else 0
+        if not self._entries and self._backend is not None:
+            # torch refuses a capture into a pool whose last graph is gone while tensors of it still live.
+            self._backend.renew()
 
     def invalidate(self) -> None:
         """Give up all recordings, for example after a change of the model; shapes are captured anew."""

@@ -131,6 +131,9 @@ class FusedAdamW(torch.optim.Optimizer):
                     state[name] = state[name].to(kind)
             if "master" in state and state["master"].dtype != torch.float32:
                 state["master"] = state["master"].float()
+        if self.state:
+            # Made now: inside a graph capture every replay would copy the loaded count again.
+            self._shared_step(self.param_groups[0]["params"][0].device)
 
     def refresh(self) -> None:
         """Send learning rates and weight decays to the device if they changed since the last time."""

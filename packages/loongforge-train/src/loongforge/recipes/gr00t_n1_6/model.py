@@ -29,6 +29,9 @@ from loongforge.recipes.gr00t_n1_6.vision import VisionModel
 
 Batch = Mapping[str, object]
 
+FROZEN_ROWS = "frozen_rows"
+"""Batch entry with hidden states (B, L, D) below the first trainable layer, where they were made before."""
+
 
 def tensor(batch: Batch, name: str) -> Tensor:
     """Return the tensor ``name`` of a batch or say what is missing."""
@@ -117,26 +120,46 @@ class Backbone(nn.Module):
         self.config = config
         self.model = VisionLanguage(config)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the decoder's normed features (B, L, D); rows at padding hold nothing useful."""
-        config, work = self.config, self.config.work
+    def lower(self, batch: Batch) -> Tensor:
+        """Return the hidden states (B, L, D) below the first trainable layer."""
+        config = self.config
         decoder = self.model.language_model.model
-        layers, first = list(decoder.layers), config.first_trainable_layer
+        first = config.first_trainable_layer
         weight, grad = decoder.embed_tokens.weight, torch.is_grad_enabled()
         # Where frozen weights are 16-bit already, autocast would only look at each of them again.
         quiet = is_low_precision(weight)
-        record = grad and not work.frozen_without_autograd
-        frozen = not (config.tune.visual or config.tune.language)
+        record = grad and not config.work.frozen_without_autograd
         with (
-            _autocast(weight.device, off=frozen and quiet),
-            torch.set_grad_enabled(record if frozen else grad),
+            _autocast(weight.device, off=self.frozen_inputs and quiet),
+            torch.set_grad_enabled(record if self.frozen_inputs else grad),
         ):
             x = self.model.embed(batch)
         with (
             _autocast(weight.device, off=quiet and first > 0),
             torch.set_grad_enabled(record if first else grad),
         ):
-            x = decoder.run(x, layers[:first])
+            return decoder.run(x, list(decoder.layers)[:first])
+
+    @property
+    def frozen_inputs(self) -> bool:
+        """Whether images and tokens are encoded by frozen weights alone."""
+        return not (self.config.tune.visual or self.config.tune.language)
+
+    def frozen_modules(self) -> list[nn.Module]:
+        """Return what :meth:`lower` runs where no part of it trains, else nothing."""
+        if not self.frozen_inputs:
+            return []
+        model, decoder = self.model, self.model.language_model.model
+        layers = list(decoder.layers)[: self.config.first_trainable_layer]
+        return [model.vision_model, model.mlp1, decoder.embed_tokens, *layers]
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the decoder's normed features (B, L, D); rows at padding hold nothing useful."""
+        config, work = self.config, self.config.work
+        decoder = self.model.language_model.model
+        layers, first = list(decoder.layers), config.first_trainable_layer
+        made = batch.get(FROZEN_ROWS)
+        x = made if isinstance(made, Tensor) else self.lower(batch)
         if first < len(layers):
             x = at_dtype_of(x, next(layers[first].parameters()))
             x = decoder.run(x, layers[first:], recompute=work.recompute)
@@ -193,6 +216,24 @@ class GrootModel(nn.Module):
         """Return ``rows`` copies of the batch's first sample without any valid action element."""
         return blank_rows(batch, rows, weights=("action_mask",))
 
+    # ---- the part that no step changes ---------------------------------------------------------------------
+    def frozen_modules(self) -> Sequence[nn.Module]:
+        """Return vision tower, connector, embeddings and frozen decoder layers; nothing where one trains."""
+        return self.backbone.frozen_modules()
+
+    def run_frozen(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the hidden states (B, L, D) below the first trainable layer as ``frozen_rows``.
+
+        Empty for batches in another layout than collate's, whose token values the host would have to read.
+        """
+        if "text_index" not in batch or FROZEN_ROWS in batch:
+            return {}
+        return {FROZEN_ROWS: self.backbone.lower(self.with_pixels(batch))}
+
+    def frozen_inputs(self, batch: Batch) -> list[str]:
+        """Return the entries with images and their augmentation."""
+        return [name for name in batch if name in _IMAGE_ENTRIES or name.startswith("images.")]
+
     # ---- forward -----------------------------------------------------------------------------------------
     def canonical(self, batch: Batch) -> dict[str, object]:
         """Return the batch in the model's token layout with prepared images; no work where it is already."""
@@ -202,7 +243,7 @@ class GrootModel(nn.Module):
 
     def with_pixels(self, batch: Batch) -> Batch:
         """Turn uint8 ``images`` into ``pixel_values`` on their device, with the drawn augmentation if any."""
-        if "pixel_values" in batch:
+        if "pixel_values" in batch or FROZEN_ROWS in batch:
             return batch
         drawn = batch.get("augmentation")
         views = [batch["images"]] if "images" in batch else _numbered(batch, "images.")
@@ -334,6 +375,9 @@ class GrootModel(nn.Module):
             buckets = torch.full((x.shape[0],), bucket, dtype=torch.int64, device=x.device)
             x = x + self.velocity(state, x, buckets, slot, memories).float() / head.inference_steps
         return x
+
+
+_IMAGE_ENTRIES = frozenset({"pixel_values", "images", "augmentation"})
 
 
 def _numbered(batch: Batch, prefix: str) -> list[object]:
