@@ -117,7 +117,17 @@ class CapturePool:
         graph.replay()
 
     def release(self) -> None:
-        """Drop the graphs; the allocator takes the memory back when the last one is gone."""
+        """Drop the graphs; the allocator takes the memory back when the last one is gone.
+
+        Captures may follow; they get another pool, since torch refuses one whose last graph is gone.
+        """
+        import torch
+
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        self.handle = torch.cuda.graph_pool_handle()
+        # Products in a capture leave their workspace in its pool, where torch would keep it for the process.
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - no public way
+        if clear is not None:
+            clear()
