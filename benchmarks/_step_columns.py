@@ -48,7 +48,7 @@ COLUMNS = (
     "ours+adam+ops+plain",
     "ours+adam+ops+plain+ahead",
     "ours+adam+ops+plain+ahead+first",
-    "ours+adam+ops+ahead",
+    "ours+adam+join+ops+plain+ahead+first",
     "ours+adam+ahead+fp8",
     "compile_regions_1x16",
 )

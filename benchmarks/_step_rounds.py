@@ -19,6 +19,8 @@ import torch
 from _step_columns import Bench, Column, Step, build
 
 WARM_STEPS = 5
+PROFILED = 3
+"""Steps in a profile."""
 GIB = 2**30
 
 
@@ -154,7 +156,10 @@ def wait(cuda: bool) -> None:
 
 
 def profile(turn: Turn, bench: Bench) -> None:
-    """Count the kernels of one step of a column and add up their time by family, into its row."""
+    """Count the kernels of a column's step and add up their time by family, and the time without any.
+
+    A few steps follow each other as they do in training, so that gaps are those of steady work.
+    """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -165,7 +170,8 @@ def profile(turn: Turn, bench: Bench) -> None:
         bench.store(half=turn.column.half)
         step()
         with torch_profile(activities=[ProfilerActivity.CUDA]) as taken:
-            step()
+            for _ in range(PROFILED):
+                step()
             torch.cuda.synchronize()
     except Exception as error:
         turn.row["profile_error"] = problem(error)
@@ -173,16 +179,53 @@ def profile(turn: Turn, bench: Bench) -> None:
     spent: Counter[str] = Counter()
     tops: Counter[str] = Counter()
     calls: Counter[str] = Counter()
+    spans: list[tuple[float, float]] = []
     for event in taken.events():
         if event.device_type != torch.autograd.DeviceType.CUDA or event.device_time <= 0:
             continue
         spent[groot.category(event.name)] += event.device_time
         tops[event.name[:110]] += event.device_time
         calls[event.name[:110]] += 1
-    turn.row["kernels"] = sum(calls.values())
-    turn.row["gpu_busy_ms"] = round(sum(spent.values()) / 1e3, 2)
-    turn.row.update({f"{family}_ms": round(t / 1e3, 2) for family, t in sorted(spent.items())})
-    turn.row["top"] = [[name, round(t / 1e3, 2), calls[name]] for name, t in tops.most_common(30)]
+        spans.append((event.time_range.start, event.time_range.end))
+    turn.row["kernels"] = round(sum(calls.values()) / PROFILED)
+    turn.row["gpu_busy_ms"] = per_step(sum(spent.values()))
+    turn.row.update({f"{family}_ms": per_step(t) for family, t in sorted(spent.items())})
+    turn.row["gaps"] = gaps(spans)
+    turn.row["top"] = [
+        [name, per_step(t), round(calls[name] / PROFILED, 1)] for name, t in tops.most_common(40)
+    ]
+
+
+def per_step(microseconds: float) -> float:
+    """Return milliseconds per profiled step."""
+    return round(microseconds / 1e3 / PROFILED, 2)
+
+
+def gaps(spans: list[tuple[float, float]]) -> dict[str, float]:
+    """Return where the GPU had no kernel, ms per step, by the length of the gap, and how many there were.
+
+    ``span_ms`` is from the first kernel's start to the last one's end, ``some_ms`` that with any kernel.
+    """
+    found: dict[str, float] = {"span_ms": 0.0, "some_ms": 0.0}
+    classes = (("below_5_us", 5.0), ("5_to_50_us", 50.0), ("above_50_us", float("inf")))
+    count = Counter[str]()
+    if not spans:
+        return found
+    spans.sort()
+    begin, end = spans[0]
+    idle: Counter[str] = Counter()
+    for start, stop in spans[1:]:
+        if start > end:
+            label = next(name for name, limit in classes if start - end < limit)
+            idle[label] += start - end
+            count[label] += 1
+        end = max(end, stop)
+    found["span_ms"] = per_step(end - begin)
+    found["some_ms"] = per_step(end - begin - sum(idle.values()))
+    for label, _ in classes:
+        found[f"{label}_ms"] = per_step(idle[label])
+        found[f"{label}_count"] = round(count[label] / PROFILED, 1)
+    return found
 
 
 def ratios(turns: Mapping[str, Turn], theirs: str, ours: str) -> list[float]:

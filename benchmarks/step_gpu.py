@@ -41,7 +41,7 @@ from _step_rounds import GIB, Deadline, Turn, limited, prepare, problem, profile
 
 PREPARE_S = 60.0
 """Seconds a column other than the compiled whole model may take to get ready."""
-ROUNDS_S = 30.0
+ROUNDS_S = 45.0
 """Seconds that three rounds of all columns take."""
 ESSENTIAL = frozenset(
     {
@@ -156,7 +156,7 @@ def arguments() -> ArgumentParser:
     )
     parser.add_argument("--budget-s", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each column, default 9 (quick: 3)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps in a turn")
     return parser
 
 
