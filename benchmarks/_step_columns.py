@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -243,6 +244,7 @@ def graph_step(
     regional: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     ahead: bool = False,
+    spare: int = 0,
     priority: int = 0,
 ) -> Step:
     """Graphed steps, clip and optimizer inside the graph.
@@ -264,7 +266,7 @@ def graph_step(
     stack.callback(runner.release)
     early = None
     if ahead:
-        early = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None)
+        early = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None, spare_sms=spare)
         stack.callback(early.release)
     under_way: Ahead | None = None
     fuser = MicroBatchFuser(model, FusionConfig(fusion_batch_size=factor), executor=runner)
@@ -310,7 +312,8 @@ def _ours(
     preparing: contextlib.ExitStack,
 ) -> Column:
     """Everything together, with options that were or were not found to help."""
-    unknown = options - OPTIONS
+    spare = [int(name.removeprefix("spare")) for name in options if re.fullmatch(r"spare\d+", name)]
+    unknown = {name for name in options if not re.fullmatch(r"spare\d+", name)} - OPTIONS
     if unknown:
         message = f"unknown options {sorted(unknown)}, known: {sorted(OPTIONS)}"
         raise ValueError(message)
@@ -351,6 +354,7 @@ def _ours(
         regional="plain" not in options,
         optimizer=optimizer,
         ahead="ahead" in options,
+        spare=spare[0] if spare else 0,
         priority=-1 if "first" in options else 0,
     )
     return Column(step=step, facts=facts, half=masters)

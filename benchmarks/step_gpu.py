@@ -10,7 +10,8 @@ clipping, in one process on one GPU. Columns:
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
   weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash``
   attention first, ``ops`` our fused operators, ``plain`` without compiled blocks, ``ahead`` the frozen part
-  of the next step's samples beside the present step, ``first`` with the step's kernels at a higher priority,
+  of the next step's samples beside the present step (``spareN``: its products leave N multiprocessors
+  free), ``first`` with the step's kernels at a higher priority,
   ``join`` linear layers of one input as one product, ``combo``, ``multi`` or ``descent`` settings of the
   compiler, ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its

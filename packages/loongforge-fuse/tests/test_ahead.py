@@ -4,6 +4,7 @@ import pytest
 import torch
 from loongforge_fuse import FrozenAhead, FusionConfig, GraphRunner, MicroBatchFuser
 from loongforge_fuse.graphs.ahead import _rows
+from loongforge_fuse.graphs.multiprocessors import leaving_free
 from loongforge_fuse.testing import TinyVLA
 
 
@@ -159,10 +160,20 @@ def test_after_release_batches_are_left_to_their_step(place):
     assert "images" in ahead.start(windows(place, model, 1)[0]).take()[0]
 
 
-@pytest.mark.parametrize("setting", [{"warmup_steps": 0}, {"max_graphs": 0}])
+@pytest.mark.parametrize("setting", [{"warmup_steps": 0}, {"max_graphs": 0}, {"spare_sms": -1}])
 def test_settings_without_sense_are_refused(setting):
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=next(iter(setting))):
         FrozenAhead(TinyVLA(), **setting)
+
+
+def test_multiprocessors_left_free_are_a_matter_of_the_frozen_part_alone():
+    before = torch._C._get_sm_carveout_experimental()
+    with leaving_free(24):
+        assert torch._C._get_sm_carveout_experimental() == 24
+    assert torch._C._get_sm_carveout_experimental() == before
+    with leaving_free(0):
+        assert torch._C._get_sm_carveout_experimental() == before
+    assert torch._C._get_sm_carveout_experimental() == before
 
 
 def test_nested_tensors_have_no_graph():

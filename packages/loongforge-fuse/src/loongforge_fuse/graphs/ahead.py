@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from loongforge_fuse.fusion.batch import JoinError, join
 from loongforge_fuse.graphs.backend import CudaBackend, Outputs, Recorded
 from loongforge_fuse.graphs.key import is_constant
+from loongforge_fuse.graphs.multiprocessors import leaving_free
 from loongforge_fuse.graphs.passes import numeric_modes
 from loongforge_fuse.graphs.pointers import ModelPointers, PointerSnapshot
 from loongforge_fuse.graphs.reasons import AheadReason
@@ -102,9 +103,12 @@ class FrozenAhead:
         max_graphs: Graphs kept; the least recently used goes first. Default 4.
         hooks: ``"refuse"``: with module hooks in the frozen part everything is left to the step, since a
             replay runs no Python code. ``"allow"``: hooks may run at capture only. Default ``"refuse"``.
+        spare_sms: Multiprocessors that matrix products of the frozen part leave to the step, so that its
+            small kernels need not wait for a large one to end. Other kernels of the library may be chosen
+            then, which round in another order. Without effect where this torch cannot say so. Default 0.
 
     Raises:
-        ValueError: ``warmup_steps`` or ``max_graphs`` below 1.
+        ValueError: ``warmup_steps`` or ``max_graphs`` below 1, or ``spare_sms`` negative.
     """
 
     def __init__(
@@ -115,7 +119,11 @@ class FrozenAhead:
         warmup_steps: int = 2,
         max_graphs: int = 4,
         hooks: Literal["refuse", "allow"] = "refuse",
+        spare_sms: int = 0,
     ) -> None:
+        if spare_sms < 0:
+            message = f"spare_sms is {spare_sms}; give the multiprocessors to leave free, or 0"
+            raise ValueError(message)
         if warmup_steps < 1 or max_graphs < 1:
             message = (
                 f"warmup_steps is {warmup_steps} and max_graphs {max_graphs}; both must be at least 1 "
@@ -126,6 +134,7 @@ class FrozenAhead:
         self._model = inner if isinstance(inner, FrozenPrefix) else None
         self._autocast = autocast
         self._warmup, self._most, self._hooks = warmup_steps, max_graphs, hooks
+        self._spare = spare_sms
         self._frozen = nn.ModuleList(self._modules())
         self._pointers = ModelPointers(self._frozen)
         self._device = next((p.device for p in self._frozen.parameters()), torch.device("cpu"))
@@ -253,7 +262,8 @@ class FrozenAhead:
         """Run the frozen part as it is; it never records a graph for a backward pass."""
         if self._model is None:
             return {}
-        with torch.no_grad(), self._precision():
+        spare = self._spare if self._backend is not None else 0
+        with torch.no_grad(), self._precision(), leaving_free(spare):
             return {name: value.detach() for name, value in self._model.run_frozen(batch).items()}
 
     def _precision(self) -> AbstractContextManager[object]:
