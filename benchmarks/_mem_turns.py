@@ -159,7 +159,7 @@ def _generation(
 
 
 def _row(rows: dict[tuple[str, str], dict[str, Any]], kind: str, column: str) -> dict[str, Any]:
-    empty: dict[str, Any] = {"section": kind, "column": column, "generations": [], "host": []}
+    empty: dict[str, Any] = {"section": kind, "column": column, "generations": [], "host": [], "cpu": []}
     return rows.setdefault((kind, column), empty)
 
 
@@ -182,12 +182,13 @@ def _rounds(
             else:
                 row["generations"][-1].append(answer["times"][1:])
                 row["host"] += answer["host"][1:]
+                row["cpu"] += answer["cpu"][1:]
 
 
 def _summary(row: dict[str, Any]) -> dict[str, Any]:
     """Turn the raw times of a row into its figures."""
     generations = [g for g in row.pop("generations") if g]
-    host = row.pop("host")
+    host, cpu = row.pop("host"), row.pop("cpu")
     turns = [turn for generation in generations for turn in generation]
     flat = [t for turn in turns for t in turn]
     out: dict[str, Any] = {"section": row.pop("section"), "column": row.pop("column"), "rounds": len(turns)}
@@ -198,6 +199,8 @@ def _summary(row: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         # Until the last kernel is enqueued; the rest of a step is waiting for the GPU.
         out["host_ms"] = statistics.median(host)
+        # Of all threads of the process up to then: what other users of the machine take is not in it.
+        out["cpu_ms"] = statistics.median(cpu)
     out["turn_ms"] = [round(statistics.median(t), 2) for t in turns]
     out["generation_ms"] = [round(statistics.median([t for turn in g for t in turn]), 2) for g in generations]
     return out | row
@@ -242,12 +245,13 @@ class _Worker:
         self.loss = 0.0
 
     def steps(self, kind: str, count: int) -> dict[str, Any]:
-        times, host = [], []
+        times, host, cpu = [], [], []
         for _ in range(count):
             self._wait()
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.process_time()
             self._step(kind)
             host.append((time.perf_counter() - begin) * 1e3)
+            cpu.append((time.process_time() - worked) * 1e3)
             self._wait()
             times.append((time.perf_counter() - begin) * 1e3)
             number = self.done[kind] = self.done.get(kind, 0) + 1
@@ -256,7 +260,7 @@ class _Worker:
             if self.orchestrator is not None and number <= 3:
                 stats = self.orchestrator.stats()
                 self.reports.setdefault(kind, []).append({k: stats.get(k) for k in REPORTED})
-        return {"times": times, "host": host}
+        return {"times": times, "host": host, "cpu": cpu}
 
     def close(self, kind: str, *, profile: bool) -> dict[str, Any]:
         """Figures of the process after its measured steps."""

@@ -193,6 +193,12 @@ class Runner:
                 out[f"{name}_quartile_3"] = ratios[(3 * len(ratios)) // 4]
         fastest = "step_fastest_ms"
         ratio("step_ratio_of_fastest", self.of("step", "ours", fastest), self.of("step", "native", fastest))
+        for column in ("ours", "ours_plan", "expandable"):
+            ratio(
+                f"step_cpu_ratio_{column}",
+                self.of("step", column, "cpu_ms"),
+                self.of("step", "native", "cpu_ms"),
+            )
         ratio(
             "kernel_ratio_vs_native",
             self.of("step", "ours", "kernel_ms"),
@@ -237,6 +243,11 @@ class Runner:
         ):
             found = self.of(section, column, key)
             out[name] = found[-1] if found else None
+        native, calls_ms = self.of("step", "native", "step_ms"), self.of("calls", "native", "calls_ms")
+        # What the step would take of the native one if our calls took no time at all.
+        out["step_ratio_if_calls_were_free"] = (
+            1.0 - calls_ms[-1] / native[-1] if native and calls_ms else None
+        )
         return out
 
 
