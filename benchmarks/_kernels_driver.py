@@ -10,6 +10,7 @@ from loongforge_fuse import ops
 from loongforge_fuse.ops import patch_launch, patch_plan, variants
 from loongforge_fuse.ops.adamw import FusedAdamW
 from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
+from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS
 
 KINDS = {"u8": torch.uint8, "bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -83,12 +84,14 @@ def main() -> None:
     ops.image_to_half(images)
     ops.image_to_half(images[:, :8, :1].contiguous())
     table = ops.image_table([(28, 56)] * 2, flips=[True, False]).cuda()
-    ops.image_table_to_half(images.view(-1), table, (30, 64))
+    for way in TABLE_WAYS:
+        with variants.forced(TABLE_JOB, way):
+            ops.image_table_to_half(images.view(-1), table, (30, 64))
     ops.image_table_to_half(images.view(-1), table, (30, 61))
     patches()
     x = torch.randn(40003, device="cuda").to(torch.bfloat16)
-    for each in GELU_DROPOUT_WAYS:
-        with variants.forced("gelu_dropout", each):
+    for way in GELU_DROPOUT_WAYS:
+        with variants.forced("gelu_dropout", way):
             ops.gelu_tanh(x, p=0.1, key=ops.philox_next(counter))
     for dtype, masters in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
         params = [torch.nn.Parameter(torch.randn(n, device="cuda").to(dtype)) for n in (3, 16384, 40001)]

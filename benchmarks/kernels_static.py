@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _common
 from loongforge_fuse.kernels.compiler import compile_kernel
 from loongforge_fuse.kernels.specs import KernelSpec
-from loongforge_fuse.ops.elementwise import elementwise_spec, gelu_dropout_spec
-from loongforge_fuse.ops.image import planes_spec, table_spec
+from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS, elementwise_spec, gelu_dropout_spec
+from loongforge_fuse.ops.image import TABLE_WAYS, planes_spec, table_spec
 from loongforge_fuse.ops.norm_plan import backward_spec, backward_ways, forward_spec, forward_ways
 from loongforge_fuse.ops.patch_plan import (
     gather_ways,
@@ -76,7 +76,7 @@ def patch_cases() -> Iterator[Case]:
         for way in gather_ways(x, "bf16", patch, **form):
             spec = rows_spec(x, "bf16", patch, way, masked=False, **form)
             each: float = 8
-            if way == "strips":
+            if way.startswith("strips"):
                 each = length / 32  # its loop over the patches of a strip counts once
             elif way == "vectors":
                 each = length / 32
@@ -97,7 +97,7 @@ def norm_cases() -> Iterator[Case]:
     for width, layer, gain in kinds:
         name = f"{'layer' if layer else 'rms'}_norm {gain} {width}"
         for flag in (False, True):
-            plan = next(iter(forward_ways(width, residual=flag).values()))
+            plan = next(iter(forward_ways(width, residual=flag, large=True).values()))
             spec = forward_spec(
                 plan, width, layer=layer, **same, r="bf16", gain=gain, offset=layer, residual=flag
             )
@@ -120,11 +120,20 @@ def cases() -> Iterator[Case]:
     for maker, size in (("gelu_forward", 4), ("silu_mul_forward", 6), ("silu_mul_backward", 10)):
         spec = elementwise_spec(maker, x="bf16", vector=True, **({"y": "bf16"} if "gelu" in maker else {}))
         yield Case(name=maker, spec=spec, elements=8, bytes_each=size)
-    for each in (1, 2):
-        spec = gelu_dropout_spec("bf16", vector=True, each=each)
-        yield Case(name=f"gelu dropout, {each} vectors a thread", spec=spec, elements=8 * each, bytes_each=4)
+    for way in GELU_DROPOUT_WAYS:
+        spec = gelu_dropout_spec("bf16", vector=True, way=way)
+        yield Case(
+            name=f"gelu dropout {way}", spec=spec, elements=8 * int(spec.options["each"]), bytes_each=4
+        )
     yield Case(name="image_to_half", spec=planes_spec("bf16"), elements=12, bytes_each=3)
-    yield Case(name="image_table_to_half", spec=table_spec("bf16", 3, vector=True), elements=24, bytes_each=3)
+    for way in TABLE_WAYS:
+        spec = table_spec("bf16", 3, vector=True, way=way)
+        yield Case(
+            name=f"image_table_to_half {way}",
+            spec=spec,
+            elements=24 * int(spec.options["lines"]),
+            bytes_each=3,
+        )
     yield from patch_cases()
     yield Case(
         name="head_norm_rope", spec=rope_spec("bf16", "bf16", "bf16", 128, 4), elements=32, bytes_each=4

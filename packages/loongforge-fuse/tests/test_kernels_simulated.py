@@ -10,6 +10,7 @@ from loongforge_fuse import FusedAdamW, ops
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
 from loongforge_fuse.ops import adamw_tables, norm_launch, norm_plan, reference, variants
 from loongforge_fuse.ops.columns import add_partials
+from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
 from torch import Tensor
 
 BF16 = torch.bfloat16
@@ -90,13 +91,27 @@ def test_elementwise_kernels_equal_the_reference_forward_and_backward(launched, 
     assert shift == 0 or False in {spec.options["vector"] for spec in launched}
 
 
-@pytest.mark.parametrize("each", ["1", "2"])
+@pytest.mark.parametrize("way", ["1", "2", "4 min 4"])
 @pytest.mark.parametrize("count", [1, 8, 4093, 4096, 8200])
-def test_gelu_with_dropout_takes_one_or_more_vectors_a_thread(launched, each, count):
+def test_gelu_with_dropout_takes_one_or_more_vectors_a_thread(launched, way, count):
+    assert way in GELU_DROPOUT_WAYS
     x, key = torch.randn(count).to(BF16), key_of()
-    with variants.forced("gelu_dropout", each):
+    with variants.forced("gelu_dropout", way):
         close(ops.gelu_tanh(x, p=0.25, key=key), reference.gelu_tanh(x, 0.25, key))
-    assert [spec.options["each"] for spec in launched] == [int(each)]
+    assert [spec.options["each"] for spec in launched] == [int(way[0])]
+
+
+@pytest.mark.parametrize("p", [1.0, 1.0 - 2**-20, 1.0 - 2**-16])
+def test_chances_to_drop_that_are_rounded_to_one_leave_nothing(p):
+    x, key = torch.randn(4096).to(BF16).requires_grad_(), key_of()
+    for function in (ops.gelu_tanh, ops.dropout_residual):
+        with simulated_gpu():
+            y = function(x, p=p, key=key)
+            (dx,) = torch.autograd.grad(y.float().sum(), x)
+        kept = int((reference.random_bits(4096, key) >= reference.threshold_of(p)).sum())
+        assert kept < 10
+        assert int((y != 0).sum()) <= kept
+        assert int((dx != 0).sum()) <= kept
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(DTYPES, DTYPES)))
@@ -207,24 +222,52 @@ def test_norms_of_model_widths_equal_float64(launched, width, form):
 
 def plans() -> list:
     found = []
-    for width, flag in itertools.product((1152, 1536, 2048), (False, True)):
-        forward = norm_launch.forward_job(width, residual=flag, large=False)
-        backward = norm_launch.backward_job(width, columns=flag, large=False)
-        found += [(width, forward, name) for name in norm_plan.forward_ways(width, residual=flag)]
-        found += [(width, backward, name) for name in norm_plan.backward_ways(width, columns=flag)]
-    # Every fourth always, all of them with the slow tests.
-    return [pytest.param(*p, marks=() if i % 4 == 0 else pytest.mark.slow) for i, p in enumerate(found)]
+    for width, layer, flag in itertools.product((1152, 1536, 2048), (True, False), (False, True)):
+        if not layer and width != 2048:
+            continue
+        forward = norm_launch.forward_job(width, layer=layer, residual=flag, large=False)
+        backward = norm_launch.backward_job(width, layer=layer, columns=flag, large=False)
+        ways = norm_plan.forward_ways(width, residual=flag, large=False)
+        found += [(width, layer, forward, name) for name in ways]
+        found += [(width, layer, backward, name) for name in norm_plan.backward_ways(width, columns=flag)]
+    # Every fifth always, all of them with the slow tests.
+    return [pytest.param(*p, marks=() if i % 5 == 0 else pytest.mark.slow) for i, p in enumerate(found)]
 
 
-@pytest.mark.parametrize(("width", "job", "way"), plans())
-def test_every_plan_that_tuning_may_choose_is_right(width, job, way):
+@pytest.mark.parametrize(("width", "layer", "job", "way"), plans())
+def test_every_plan_that_tuning_may_choose_is_right(width, layer, job, way):
     with simulated_gpu(processors=1, seed=5) as launched, variants.forced(job, way):
         residual, columns = "residual" in job, "columns" in job
+        form = "rms" if not layer else ("modulation" if columns else "weights")
         check_norm(
-            width, "modulation" if columns else "weights", BF16, residual=residual, rows=3,
-            needs_weights=columns or "backward" not in job,
-        )  # fmt: skip
+            width, form, BF16, residual=residual, rows=3, needs_weights=columns or "backward" not in job
+        )
     assert makers(launched) >= {"norm_forward", "norm_backward"}
+
+
+STAGED = [
+    pytest.param(width, name, marks=() if i == 0 else pytest.mark.slow)
+    for width in (1152, 1536, 2048)
+    for i, name in enumerate(n for n in norm_plan.backward_ways(width, columns=True) if "stages" in n)
+]
+
+
+@pytest.mark.parametrize(("width", "way"), STAGED)
+@pytest.mark.parametrize("rows", [1, 23])
+def test_rows_that_are_copied_ahead_are_all_added_once(width, way, rows):
+    # Few blocks, so that each walks more rows than it copies ahead, and the rows do not come out even.
+    job = norm_launch.backward_job(width, layer=True, columns=True, large=False)
+    gain = torch.randn(1, width).to(BF16)
+    x, g = torch.randn(rows, width).to(BF16), torch.randn(rows, width).to(BF16)
+    carry, mean, rstd = torch.randn(rows, width).to(BF16), torch.randn(rows) / 8, torch.rand(rows) + 0.5
+    call = (g, carry, x, gain, mean, rstd, True, False, rows, True, True, 1)
+    with simulated_gpu(processors=1, seed=7) as launched, variants.forced(job, way):
+        dx, sums = norm_launch.run_norm_backward(*call, torch.float32)
+    assert launched[0].options["stages"] > 0
+    wide = [t.double() if t.is_floating_point() else t for t in (g, carry, x, gain, mean, rstd)]
+    want, totals = reference.norm_backward(*wide, True, False, rows, True, True, 1)
+    close(dx, want.to(BF16), scale=2.0)
+    close(sums.view(-1, width), totals.float().view(-1, width), torch.float32, scale=20.0)
 
 
 def test_float32_rows_far_from_zero_keep_their_digits(launched):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from loongforge_fuse import ops
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
 from loongforge_fuse.ops import patch_launch, patch_plan, patch_reference, variants
+from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS
 
 BF16 = torch.bfloat16
 CODES = {"u8": torch.uint8, "bf16": BF16, "f16": torch.float16, "f32": torch.float32}
@@ -109,12 +111,29 @@ def test_every_scattering_kernel_equals_the_reference_with_and_without_clearing(
     assert len(launched) == (2 if complete else 3)
 
 
-@pytest.mark.parametrize(("x", "planar"), [("u8", False), ("bf16", True)])
-def test_patches_of_several_blocks_and_a_rest_are_gathered_and_scattered(x, planar):
+@pytest.mark.parametrize(
+    ("x", "planar", "way"),
+    [
+        ("u8", False, None),
+        ("u8", False, "strips walk 8"),
+        ("bf16", True, None),
+        ("bf16", True, "tiles 8 walk 5"),
+        ("bf16", True, "tiles 4 walk 10"),
+    ],
+)
+def test_patches_of_several_blocks_and_a_rest_are_gathered_and_scattered(x, planar, way, monkeypatch):
+    # Two blocks at a time, so that those that walk have something to walk.
+    monkeypatch.setattr(
+        patch_plan, "_walking", lambda spec, blocks, _: min(blocks, 2) if spec.options["walk"] else blocks
+    )
     table = ops.patch_table([(28, 14 * 19)], 14, planar=planar)
     pixels = pixels_of(x, 28 * 14 * 19 * 3)
     form = (14, not planar, planar, HALF, HALF, BF16, True)
-    with simulated_gpu(seed=3) as launched:
+    with simulated_gpu(seed=3) as launched, contextlib.ExitStack() as stack:
+        if way is not None:
+            kind = {"last": not planar, "planar": planar}
+            for job in (patch_launch.gather_job, patch_launch.scatter_job):
+                stack.enter_context(variants.forced(job(x, "bf16", 14, **kind), way))
         got = patch_launch.rows_cuda(pixels, table, None, *form)
         if planar:
             back = patch_launch.rows_backward_cuda(
@@ -166,11 +185,12 @@ def test_whole_images_equal_the_reference(size, dtype):
     )
 
 
+@pytest.mark.parametrize("way", TABLE_WAYS)
 @pytest.mark.parametrize(
     ("channels", "planar", "out"),
     [(3, False, (9, 16)), (3, True, (9, 16)), (3, False, (7, 11)), (1, False, (7, 16)), (4, True, (9, 16))],
 )
-def test_mixed_images_equal_the_reference_cropped_mirrored_and_padded(channels, planar, out):
+def test_mixed_images_equal_the_reference_cropped_mirrored_and_padded(channels, planar, out, way):
     sizes = [(9, 19), (7, 16), (12, 9)]
     data = torch.randint(0, 256, (sum(h * w * channels for h, w in sizes),), dtype=torch.uint8)
     mean, std = [0.4] * channels, [0.5] * channels
@@ -183,9 +203,11 @@ def test_mixed_images_equal_the_reference_cropped_mirrored_and_padded(channels, 
             flips=flips,
         )
         want = ops.image_table_to_half(data, table, out, mean, std, pad=7.0)
-        with simulated_gpu() as launched:
+        with simulated_gpu() as launched, variants.forced(TABLE_JOB, way):
             got = ops.image_table_to_half(data, table, out, mean, std, pad=7.0)
         assert [spec.maker for spec in launched] == ["image_table"]
+        lines = min(int(way[0]), 2 if channels == 4 else 4) if out[1] % 8 == 0 else 1
+        assert launched[0].options["lines"] == lines
         assert float((got.float() - want.float()).abs().max()) <= 2**-7
 
 

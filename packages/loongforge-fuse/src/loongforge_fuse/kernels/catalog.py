@@ -39,12 +39,13 @@ MAX_FRAME_ELSEWHERE = 192  # bytes of stack and spills where the plans were not 
 
 def elementwise_kernels() -> Iterator[KernelSpec]:
     """Variants of the elementwise kernels, vector and scalar."""
+    from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS, gelu_dropout_spec
     from loongforge_fuse.ops.elementwise import elementwise_spec as spec
-    from loongforge_fuse.ops.elementwise import gelu_dropout_spec
 
     for x, vector in product(FLOATS, (True, False)):
         yield spec("gelu_forward", x=x, y=x, vector=vector)
-        yield gelu_dropout_spec(x, vector=vector, each=1)
+        # The scalar kernel always makes one vector a thread.
+        yield gelu_dropout_spec(x, vector=vector, way=GELU_DROPOUT_WAYS[0] if vector else "1")
         for dropout in (False, True):
             yield spec("gelu_backward", x=x, g=x, vector=vector, dropout=dropout)
         yield spec("silu_mul_forward", x=x, vector=vector)
@@ -68,8 +69,8 @@ def norm_kernels() -> Iterator[KernelSpec]:
         yield column_spec(code, lines)
     for width, norms in NORMS.items():
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
-            for residual in (False, True):
-                plan = forward_plan(width, residual=residual)
+            for residual, large in product((False, True), (False, True)):
+                plan = forward_plan(width, residual=residual, large=large)
                 if plan is None:
                     continue
                 yield forward_spec(
@@ -107,12 +108,13 @@ def _norm_types(width: int) -> tuple[tuple[str, str, str, str], ...]:
 
 def image_kernels() -> Iterator[KernelSpec]:
     """Variants of the image and patch kernels."""
-    from loongforge_fuse.ops.image import planes_spec, table_spec
+    from loongforge_fuse.ops.image import TABLE_WAYS, planes_spec, table_spec
 
     for y in FLOATS:
         yield planes_spec(y, 4)
-        for channels, vector in product((1, 3, 4), (True, False)):
-            yield table_spec(y, channels, vector=vector)
+        for channels in (1, 3, 4):
+            yield table_spec(y, channels, vector=True, way=TABLE_WAYS[0])
+            yield table_spec(y, channels, vector=False)
     yield from patch_kernels(first_only=True)
 
 
@@ -172,23 +174,26 @@ def rope_kernels() -> Iterator[KernelSpec]:
 def tuning_kernels() -> Iterator[KernelSpec]:
     """Other ways of doing the same, which ``kernels tune`` measures against the defaults."""
     from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS, gelu_dropout_spec
+    from loongforge_fuse.ops.image import TABLE_WAYS, table_spec
     from loongforge_fuse.ops.norm_plan import backward_spec, backward_ways, forward_spec, forward_ways
 
     same = dict.fromkeys("xwy", "bf16")
-    for each in GELU_DROPOUT_WAYS[1:]:
-        yield gelu_dropout_spec("bf16", vector=True, each=int(each))
+    for way in GELU_DROPOUT_WAYS[1:]:
+        yield gelu_dropout_spec("bf16", vector=True, way=way)
+    for way, channels in product(TABLE_WAYS[1:], (1, 3, 4)):
+        yield table_spec("bf16", channels, vector=True, way=way)
     yield from patch_kernels(first_only=False)
-    for width, flag in product(TUNED_WIDTHS, (False, True)):
+    for width, flag, large in product(TUNED_WIDTHS, (False, True), (False, True)):
         for layer, gain, offset in NORMS[width]:
-            for plan in (*forward_ways(width, residual=flag).values(),):
+            for plan in forward_ways(width, residual=flag, large=large).values():
                 yield forward_spec(
                     plan, width, layer=layer, **same, r="bf16", gain=gain, offset=offset, residual=flag
                 )
             if flag and gain == "none":
                 continue
-            for plan in backward_ways(width, columns=flag).values():
+            for plan, carry in product(backward_ways(width, columns=flag).values(), (False, True)):
                 yield backward_spec(
-                    plan, width, layer=layer, **same, gain=gain, columns=flag, offset=offset, carry=False
+                    plan, width, layer=layer, **same, gain=gain, columns=flag, offset=offset, carry=carry
                 )
 
 

@@ -15,7 +15,9 @@ _BLOCK = 256
 # Lines of threads in a block. With few partial sums for a column more lines would have nothing to add.
 MANY, FEW = 32, 4
 _FEW_CHUNKS = 64
-_AHEAD = 8  # rows in flight for a thread
+_AHEAD = (
+    12  # rows in flight for a thread: 264 partial sums, two blocks a processor, are one round of 32 lines
+)
 _calls: dict[Hashable, Function] = {}
 
 

@@ -109,7 +109,7 @@ def _dropout_cuda(x: Tensor, residual: Tensor | None, p: float, key: Tensor) -> 
     odd = (at | base) & 15
     spot = (x.get_device(), x.dtype, kind, residual is not None, odd)
     call = _dropout_calls.get(spot) or _dropout_call(spot)
-    if call is None or p >= 1.0:
+    if call is None or reference.drops_all(p):
         return reference.dropout_residual(x, residual, p, key)
     y = torch.empty_like(x if residual is None else residual)
     count = x.numel()
@@ -130,7 +130,7 @@ def _backward_cuda(grad: Tensor, p: float, key: Tensor, dtype: torch.dtype) -> T
     odd = at & 15
     spot = (grad.get_device(), grad.dtype, dtype, False, odd)
     call = _dropout_calls.get(spot) or _dropout_call(spot)
-    if call is None or p >= 1.0:
+    if call is None or reference.drops_all(p):
         return _backward_reference(grad, p, key, dtype)
     dx = torch.empty_like(grad, dtype=dtype)
     count = grad.numel()

@@ -7,6 +7,7 @@ alignment, one allocation, one launch. Anything unusual leaves that path early.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,13 +61,16 @@ def elementwise_spec(maker: str, **options: str | int | bool) -> KernelSpec:
     )
 
 
-# Vectors that one thread makes. One was measured; two share the keys of the random rounds.
-GELU_DROPOUT_WAYS = ("1", "2")
+# Vectors that one thread makes; several share the keys of the random rounds. "min": blocks that must fit on a
+# multiprocessor: the rounds are one long chain, so many warps beside each other count.
+GELU_DROPOUT_WAYS = ("2", "1", "2 min 6", "1 min 8", "1 min 6", "4 min 4")
 
 
-def gelu_dropout_spec(x: str, *, vector: bool, each: int) -> KernelSpec:
-    """Return the specification of GELU followed by dropout."""
-    return elementwise_spec("gelu_dropout_forward", x=x, y=x, vector=vector, each=each)
+def gelu_dropout_spec(x: str, *, vector: bool, way: str) -> KernelSpec:
+    """Return the specification of GELU followed by dropout; `way` is one of `GELU_DROPOUT_WAYS`."""
+    each, _, limit = way.partition(" min ")
+    spec = elementwise_spec("gelu_dropout_forward", x=x, y=x, vector=vector, each=int(each))
+    return replace(spec, min_blocks=int(limit)) if limit and x == "bf16" else spec
 
 
 def unsupported(*dtypes: torch.dtype) -> str | None:
@@ -98,12 +102,13 @@ def _gelu_dropout_call(key: tuple[int, torch.dtype, int]) -> tuple[Function, int
     if reason:
         fell_back("gelu_tanh", reason)
         return None
-    each = int(chosen("gelu_dropout", GELU_DROPOUT_WAYS)) if not misaligned else 1
-    loaded = load("gelu_tanh", gelu_dropout_spec(CODES[dtype], vector=not misaligned, each=each), device)
+    way = chosen("gelu_dropout", GELU_DROPOUT_WAYS) if not misaligned else "1"
+    spec = gelu_dropout_spec(CODES[dtype], vector=not misaligned, way=way)
+    loaded = load("gelu_tanh", spec, device)
     if loaded is None:
         return None
-    _gelu_dropout_calls[key] = loaded, each
-    return loaded, each
+    found = _gelu_dropout_calls[key] = loaded, int(spec.options["each"])
+    return found
 
 
 def _gelu_cuda(x: Tensor, p: float, key: Tensor | None) -> Tensor:
@@ -126,7 +131,7 @@ def _gelu_cuda(x: Tensor, p: float, key: Tensor | None) -> Tensor:
 def _gelu_dropout_cuda(x: Tensor, p: float, key: Tensor) -> Tensor:
     at = x.data_ptr()
     found = _gelu_dropout_call((x.get_device(), x.dtype, at & 15))
-    if found is None or p >= 1.0:
+    if found is None or reference.drops_all(p):
         return reference.gelu_tanh(x, p, key)
     call, each = found
     y = torch.empty_like(x)
@@ -156,7 +161,7 @@ def _gelu_backward_cuda(grad: Tensor, x: Tensor, p: float, key: Tensor | None) -
     odd = (at | slope) & 15
     spot = (x.get_device(), x.dtype, grad.dtype, key is None, odd)
     call = _gelu_backward_calls.get(spot) or _gelu_backward_call(spot)
-    if call is None or p >= 1.0:
+    if call is None or reference.drops_all(p):
         return reference.gelu_tanh_backward(grad, x, p, key)
     dx = torch.empty_like(x)
     count = x.numel()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec, Option
-from loongforge_fuse.ops._common import BLOCK, CODES, define, fell_back, plain, resolve
+from loongforge_fuse.ops._common import BLOCK, CODES, define, fell_back, load, plain, resolve
+from loongforge_fuse.ops.variants import chosen, forget_on_change
 
 _MAX_GRID_Y = 65535
 _PIXELS = 4
@@ -40,19 +41,35 @@ def planes_spec(y: str, pixels: int = 4) -> KernelSpec:
     )
 
 
-def table_spec(y: str, channels: int, *, vector: bool) -> KernelSpec:
-    """Return the specification of the table-driven kernel."""
+# Rows that one thread makes 8 pixels of: what they share is worked out once, and their reads wait together.
+# "min": blocks that must fit on a multiprocessor.
+TABLE_WAYS = ("2 min 4", "1", "1 min 6", "4")
+TABLE_JOB = "image_table_to_half"
+
+
+def table_spec(y: str, channels: int, *, vector: bool, way: str = "1") -> KernelSpec:
+    """Return the specification of the table-driven kernel; `way` is one of `TABLE_WAYS`."""
+    lines, _, limit = way.partition(" min ")
+    # Four channels need more registers: they would spill under the limit, or with many lines.
+    few = channels < 4
     return KernelSpec(
         module="image",
         maker="image_table",
-        options={"y": y, "channels": channels, "vector": vector},
+        options={
+            "y": y,
+            "channels": channels,
+            "vector": vector,
+            "lines": int(lines) if few else min(2, int(lines)),
+        },
         arguments="PPPqqfffffffff",
+        min_blocks=int(limit) if limit and few else 0,
         vector=False,
     )
 
 
 _planes_calls: dict[Hashable, Function] = {}
-_table_calls: dict[Hashable, Function] = {}
+_table_calls: dict[Hashable, tuple[Function, int]] = {}
+forget_on_change(_table_calls.clear)
 
 
 def _planes_call(device: int, y: str) -> Function | None:
@@ -61,10 +78,17 @@ def _planes_call(device: int, y: str) -> Function | None:
     return _planes_calls.get(key) or resolve("image_to_half", _planes_calls, key, spec, device)
 
 
-def _table_call(device: int, y: str, channels: int, *, vector: bool) -> Function | None:
+def _table_call(device: int, y: str, channels: int, *, vector: bool) -> tuple[Function, int] | None:
+    """Return the kernel, and how many rows one of its threads makes pixels of."""
     key = (device, y, channels, vector)
-    spec = table_spec(y, channels, vector=vector)
-    return _table_calls.get(key) or resolve("image_table_to_half", _table_calls, key, spec, device)
+    found = _table_calls.get(key)
+    if found is None:
+        spec = table_spec(y, channels, vector=vector, way=chosen(TABLE_JOB, TABLE_WAYS) if vector else "1")
+        call = load("image_table_to_half", spec, device)
+        if call is None:
+            return None
+        found = _table_calls[key] = call, int(spec.options["lines"])
+    return found
 
 
 def _normalised(planes: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -198,16 +222,17 @@ def _table_cuda(
     if images > _MAX_GRID_Y or height * width >= 2**31:
         reason = f"{images} images of {height} x {width}"
     vector = width % 8 == 0
-    call = None
+    found = None
     if reason is not None:
         fell_back("image_table_to_half", reason)
     else:
-        call = _table_call(data.get_device(), CODES[dtype], channels, vector=vector)
-    if call is None:
+        found = _table_call(data.get_device(), CODES[dtype], channels, vector=vector)
+    if found is None:
         return _table_reference(data, table, height, width, mean, std, dtype, pad)
     out = data.new_empty((images, channels, height, width), dtype=dtype)
-    threads = height * width // (8 if vector else 1)
     if out.numel():
+        call, lines = found
+        threads = -(-height // lines) * (width // (8 if vector else 1))
         a, b = affine(mean, std, channels)
         a, b = a + [0.0] * (4 - channels), b + [0.0] * (4 - channels)
         table = table.contiguous()

@@ -30,14 +30,16 @@ forget_on_change(_forward_calls.clear)
 forget_on_change(_backward_calls.clear)
 
 
-def forward_job(width: int, *, residual: bool, large: bool) -> str:
+def forward_job(width: int, *, layer: bool, residual: bool, large: bool) -> str:
     """Name the choice between forward plans."""
-    return f"norm {width}{' residual' if residual else ''} {'large' if large else 'small'}"
+    kind = "layer_norm" if layer else "rms_norm"
+    return f"{kind} {width}{' residual' if residual else ''} {'large' if large else 'small'}"
 
 
-def backward_job(width: int, *, columns: bool, large: bool) -> str:
+def backward_job(width: int, *, layer: bool, columns: bool, large: bool) -> str:
     """Name the choice between backward plans."""
-    return f"norm backward {width}{' columns' if columns else ''} {'large' if large else 'small'}"
+    kind = "layer_norm" if layer else "rms_norm"
+    return f"{kind} backward {width}{' columns' if columns else ''} {'large' if large else 'small'}"
 
 
 def _plan(job: str, ways: dict[str, RowPlan]) -> RowPlan | None:
@@ -89,7 +91,8 @@ def _form(gain: torch.dtype | None, modulate: bool) -> str:  # noqa: FBT001 - pa
 def _forward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, r, g, o, layer, modulate, y, large = key
     residual = r is not None
-    plan = _plan(forward_job(width, residual=residual, large=large), forward_ways(width, residual=residual))
+    job = forward_job(width, layer=layer, residual=residual, large=large)
+    plan = _plan(job, forward_ways(width, residual=residual, large=large))
     reason = _unfit(width, plan, groups, x, r, g, o, y)
     if reason is None and g is not None and o is not None and g != o:
         reason = f"gain {g} and offset {o}"
@@ -179,7 +182,8 @@ def run_norm(
 
 def _backward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, y, g, layer, modulate, columns, offset, carry, large = key
-    plan = _plan(backward_job(width, columns=columns, large=large), backward_ways(width, columns=columns))
+    job = backward_job(width, layer=layer, columns=columns, large=large)
+    plan = _plan(job, backward_ways(width, columns=columns))
     reason = _unfit(width, plan, groups, x, y, g)
     if reason or plan is None:
         fell_back("norm_backward", reason or "no plan")

@@ -17,10 +17,12 @@ class RowPlan:
         block: threads per block; a multiple of `threads`.
         each: elements of a vector, 8 or 4.
         ahead: forward only: a fixed grid walks the rows and loads ahead, instead of a grid over all rows.
+        late: forward only: gain and offset are read where they are used, not held from the start.
         min_blocks: blocks that must fit on a multiprocessor; 0: the compiler's choice.
         waves: blocks on each multiprocessor where a fixed grid walks the rows without column sums.
         rows_each: backward with column sums: rows that a block has at least, since its partial sums cost as
             much as a row.
+        stages: backward of bf16: rows ahead that are copied to shared memory; 0: one, held in registers.
     """
 
     threads: int
@@ -28,18 +30,20 @@ class RowPlan:
     block: int
     each: int = 8
     ahead: bool = False
+    late: bool = False
     min_blocks: int = 0
     waves: int = 24
     rows_each: int = 4
+    stages: int = 0
 
     @property
     def name(self) -> str:
         """Short text that tells plans apart."""
         walk = f" ahead {self.waves}" if self.ahead else f" waves {self.waves}"
         limit = f" min {self.min_blocks}" if self.min_blocks else ""
-        return (
-            f"{self.threads}x{self.vectors}x{self.each} block {self.block}{walk}{limit} rows {self.rows_each}"
-        )
+        stages = f" stages {self.stages}" if self.stages else ""
+        spread = f"{self.threads}x{self.vectors}x{self.each} block {self.block}"
+        return f"{spread}{walk}{limit} rows {self.rows_each}{stages}{' late' if self.late else ''}"
 
     def full(self, width: int) -> bool:
         """Tell whether the threads fill a row of `width` elements exactly."""
@@ -68,28 +72,37 @@ def _spread(width: int) -> tuple[int, int, int]:
     return -(-count // (32 * vectors)) * 32, vectors, 8
 
 
-def forward_plan(width: int, *, residual: bool) -> RowPlan | None:
+def forward_plan(width: int, *, residual: bool, large: bool = True) -> RowPlan | None:
     """Return the plan for rows of `width` elements, or None when no kernel takes such a row.
 
     Without a residual a row moves half the bytes, so its fixed costs weigh more: there rows of up to 1152
     elements go to one warp without a barrier, and blocks walk the rows where that was measured to be faster.
+
+    Args:
+        width: elements of a row.
+        residual: whether a residual is added.
+        large: whether the tensor is too large for the caches; small ones were measured on their own.
     """
     count = width // 8
     if width % 8 or not count or count > 2048:
         return None
     if count <= 32:
         return RowPlan(threads=_narrow(count), vectors=1, block=128)
+    if width == 1152 and not residual and not large:
+        return RowPlan(threads=96, vectors=3, block=96, each=4, ahead=True, waves=16)
+    if width == 1536 and residual and not large:
+        return RowPlan(threads=128, vectors=3, block=128, each=4)
     if not residual and width % 128 == 0 and width % 256 and width <= 1152:
         return RowPlan(threads=32, vectors=width // 128, block=96, each=4)
     threads, vectors, each = _spread(width)
-    ahead = not residual and width == 1536
+    ahead = not residual and width == 1536 and large
     return RowPlan(
         threads=threads, vectors=vectors, block=threads, each=each, ahead=ahead, waves=8 if ahead else 24
     )
 
 
 def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
-    """Return the plan of the backward kernel; with `columns` a block holds one row at a time."""
+    """Return the plan of the backward kernel; with `columns` its blocks hold one row at a time."""
     count = width // 8
     if width % 8 or not count or count > 1024:
         return None
@@ -109,28 +122,51 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
 
 # (threads, vectors, elements): other ways to spread a row, to choose from by measurement.
 _FORWARD_SPREADS = {
-    2048: ((256, 1, 8), (64, 4, 8)),
-    1536: ((192, 1, 8), (96, 2, 8), (128, 3, 4)),
-    1152: ((96, 3, 4), (32, 9, 4), (288, 1, 4)),
+    2048: ((128, 2, 8), (256, 1, 8)),
+    1536: ((96, 2, 8), (128, 3, 4)),
+    1152: ((96, 3, 4), (32, 9, 4)),
 }
-_BACKWARD_SPREADS = {
-    2048: ((256, 1, 8),),
-    1536: ((96, 2, 8), (192, 1, 8)),
-    1152: ((144, 1, 8), (288, 1, 4)),
+# The same with gain and offset read late: (..., blocks that fit with the registers this leaves; 0: as many as
+# the compiler makes fit), and for blocks that walk the rows as many as fit.
+_LATE = {
+    2048: ((128, 2, 8, 12), (256, 1, 8, 0)),
+    1536: ((96, 2, 8, 0), (128, 3, 4, 0)),
+    1152: ((96, 3, 4, 0), (32, 9, 4, 12)),
+}
+_LATE_AHEAD = {
+    2048: ((128, 2, 8, 8),),
+    1536: ((96, 2, 8, 10), (128, 3, 4, 9)),
+    1152: ((96, 3, 4, 12),),
+}
+# Backward with column sums, rows copied ahead to shared memory: (threads, vectors, elements, rows of a block,
+# blocks that fit, stages). Several rows in a block leave fewer partial sums behind, more blocks wait less for
+# each other.
+_STAGED = {
+    2048: ((128, 2, 8, 2, 2, 2), (128, 2, 8, 1, 5, 3)),
+    1536: ((96, 2, 8, 1, 6, 3), (128, 3, 4, 2, 2, 3), (128, 3, 4, 1, 6, 3), (96, 2, 8, 2, 2, 3)),
+    1152: ((96, 3, 4, 3, 2, 3), (96, 3, 4, 2, 3, 3), (96, 3, 4, 1, 7, 3)),
 }
 
 
-def forward_ways(width: int, *, residual: bool) -> dict[str, RowPlan]:
+def forward_ways(width: int, *, residual: bool, large: bool) -> dict[str, RowPlan]:
     """Return plans of the forward kernel by name, the default first; empty where no kernel fits."""
-    first = forward_plan(width, residual=residual)
+    first = forward_plan(width, residual=residual, large=large)
     if first is None:
         return {}
-    plans = [first, *((replace(first, ahead=False, waves=24),) if first.ahead else ())]
+    plans = [first]
     for threads, vectors, each in _FORWARD_SPREADS.get(width, ()):
         # Of rows of one or two warps a block takes several: blocks of fewer than 3 warps are too many.
         plan = RowPlan(threads=threads, vectors=vectors, block=threads * -(-96 // threads), each=each)
         # A warp that holds a whole row has no registers for the next one.
         plans += [plan, replace(plan, ahead=True, waves=16)] if 32 < threads <= 128 else [plan]
+    for threads, vectors, each, fits in () if residual else _LATE.get(width, ()):
+        block = threads * -(-96 // threads)
+        plans.append(
+            RowPlan(threads=threads, vectors=vectors, block=block, each=each, late=True, min_blocks=fits)
+        )
+    for threads, vectors, each, fits in () if residual else _LATE_AHEAD.get(width, ()):
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, late=True)
+        plans.append(replace(plan, ahead=True, waves=fits))
     return {plan.name: plan for plan in plans if plan.block % 32 == 0}
 
 
@@ -140,16 +176,15 @@ def backward_ways(width: int, *, columns: bool) -> dict[str, RowPlan]:
     if first is None:
         return {}
     if not columns:
-        return {plan.name: plan for plan in (first, replace(first, waves=12), replace(first, waves=40))}
-    plans = [first, replace(first, rows_each=2), replace(first, rows_each=1)]
-    if first.min_blocks > 2:
-        # One block more would spill registers.
-        plans.append(replace(first, min_blocks=first.min_blocks - 1))
-    for threads, vectors, each in _BACKWARD_SPREADS.get(width, ()):
-        if threads % 32 == 0:
-            plans.append(
-                RowPlan(threads=threads, vectors=vectors, block=threads, each=each, min_blocks=640 // threads)
+        return {plan.name: plan for plan in (first, replace(first, waves=40))}
+    plans = [first, replace(first, rows_each=2)]
+    for threads, vectors, each, rows, fits, stages in _STAGED.get(width, ()):
+        plans.append(
+            RowPlan(
+                threads=threads, vectors=vectors, block=rows * threads, each=each, min_blocks=fits,
+                stages=stages,
             )
+        )  # fmt: skip
     return {plan.name: plan for plan in plans}
 
 
@@ -184,10 +219,12 @@ def forward_spec(
             "each": plan.each,
             "full": plan.full(width),
             "ahead": plan.ahead,
+            "late": plan.late and (gain != "none" or offset),
         },
         arguments="PPPPPPPPqqqqf",
         block=plan.block,
-        min_blocks=plan.min_blocks,
+        # The other types need more registers and would spill under the limit.
+        min_blocks=plan.min_blocks if x == y == "bf16" else 0,
         vector=plan.each == 8,
     )
 
@@ -222,6 +259,8 @@ def backward_spec(
             "vectors": plan.vectors,
             "each": plan.each,
             "full": plan.full(width),
+            # Other types would take more shared memory than a block has.
+            "stages": plan.stages if x == y == "bf16" else 0,
         },
         arguments="PPPPPPPPPqqq",
         block=plan.block,

@@ -10,7 +10,7 @@ from torch import Tensor
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import patch_reference
-from loongforge_fuse.ops._common import CODES, fell_back, load
+from loongforge_fuse.ops._common import CODES, fell_back, load, processors
 from loongforge_fuse.ops.image import affine
 from loongforge_fuse.ops.patch_plan import (
     CHANNELS,
@@ -96,7 +96,8 @@ def rows_cuda(
         masked_at = 0 if keep is None else keep.data_ptr()
         pointers = (pixels.data_ptr(), table.data_ptr(), masked_at, out.data_ptr())
         call, spec = found
-        call.run(gather_blocks(spec, patches), 1, (*pointers, patches, *a, *b))
+        blocks = gather_blocks(spec, patches, processors(pixels.get_device()))
+        call.run(blocks, 1, (*pointers, patches, *a, *b))
     return out
 
 
@@ -150,5 +151,6 @@ def rows_backward_cuda(
         masked_at = 0 if keep is None else keep.data_ptr()
         pointers = (grad.data_ptr(), table.data_ptr(), masked_at, out.data_ptr())
         call, spec = found
-        call.run(scatter_blocks(spec, patches), 1, (*pointers, patches))
+        blocks = scatter_blocks(spec, patches, processors(grad.get_device()))
+        call.run(blocks, 1, (*pointers, patches))
     return out

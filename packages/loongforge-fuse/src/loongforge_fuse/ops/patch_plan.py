@@ -59,17 +59,19 @@ def padded_length(patch: int, channels: int = CHANNELS) -> int:
 
 
 def _tile_ways(code: str) -> tuple[str, ...]:
-    # Float32 takes twice the shared memory.
-    return ("tiles 8", "tiles 4") if code == "f32" else ("tiles 16", "tiles 8")
+    # Float32 takes twice the shared memory. "walk": a fixed grid, the next tile read ahead. "min": blocks
+    # that must fit on a multiprocessor: 14 addresses at once cost the registers of as many more warps.
+    if code == "f32":
+        return "tiles 8", "tiles 4"
+    walks = ("tiles 8 walk 6", "tiles 8 walk 5", "tiles 16 walk 3", "tiles 4 walk 10")
+    return ("tiles 8", "tiles 16", "tiles 8 min 7", "tiles 4 min 12", *walks)
 
 
 def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
-    """Return the kernels that gather patches of this kind, the default first; see ``variants``.
-
-    Of bytes the default is the design that a GPU has measured; the others wait for a measurement.
-    """
+    """Return the kernels that gather patches of this kind, the default first; see ``variants``."""
     if x == "u8" and last and not planar:
-        return ("runs", "strips") if patch % 8 else ("runs", "vectors", "strips")
+        strips = ("strips", "strips min 8", "strips min 10", "strips walk 8")
+        return (*strips, "runs") if patch % 8 else ("vectors", "runs", "strips")
     if x == y and planar != last:
         return _tile_ways(y)
     return ("rows",)
@@ -85,6 +87,12 @@ def tile_of(way: str) -> int:
     return int(way.split()[1])
 
 
+def _fitting(way: str) -> int:
+    """Return how many blocks must fit on a processor: 7 for ``"tiles 8 min 7"``, 0 where it says nothing."""
+    words = way.split()
+    return int(words[-1]) if words[-2:-1] in (["min"], ["walk"]) else 0
+
+
 def _tile_block(y: str, patch: int, tile: int) -> int:
     words = tile * patch * CHANNELS // (1 if y == "f32" else 2)
     return -(-words // _WARP) * _WARP
@@ -93,21 +101,23 @@ def _tile_block(y: str, patch: int, tile: int) -> int:
 def rows_spec(x: str, y: str, patch: int, way: str, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
     """Return the specification of a gathering kernel; `way` is one of :func:`gather_ways`."""
     common: dict[str, Option] = {"y": y, "patch": patch, "masked": masked}
-    if way == "strips":
-        options = {**common, "tile": _STRIP[patch]}
+    if way.startswith("strips"):
+        options = {**common, "tile": _STRIP[patch], "walk": "walk" in way}
         return KernelSpec(
             module="patch_bytes", maker="patch_strips", options=options, arguments=_ROWS_ARGUMENTS,
-            block=_STRIP_BLOCK,
+            block=_STRIP_BLOCK, min_blocks=_fitting(way),
         )  # fmt: skip
     if way in ("runs", "vectors"):
         return KernelSpec(
             module="patch_bytes", maker=f"patch_{way}", options=common, arguments=_ROWS_ARGUMENTS
         )
     if way.startswith("tiles"):
-        options = {**common, "channels": CHANNELS, "last": last, "tile": tile_of(way)}
+        options = {**common, "channels": CHANNELS, "last": last, "tile": tile_of(way), "walk": "walk" in way}
         return KernelSpec(
             module="patch_tiles", maker="patch_tiles", options=options, arguments=_ROWS_ARGUMENTS,
+            # Reading ahead with a mask, or with lines of three channels, takes more registers.
             block=_tile_block(y, patch, tile_of(way)),
+            min_blocks=_fitting(way) * 2 // 3 if "walk" in way and (masked or last) else _fitting(way),
         )  # fmt: skip
     options = {**common, "channels": CHANNELS, "x": x, "last": last, "planar": planar}
     return KernelSpec(module="patches", maker="patch_rows", options=options, arguments=_ROWS_ARGUMENTS)
@@ -123,7 +133,8 @@ def rows_backward_spec(
     if way.startswith("tiles"):
         return KernelSpec(
             module="patch_tiles", maker="patch_tiles_backward", arguments=_BACK_ARGUMENTS,
-            options={**options, "tile": tile_of(way)}, block=_tile_block(y, patch, tile_of(way)),
+            options={**options, "tile": tile_of(way), "walk": "walk" in way},
+            block=_tile_block(y, patch, tile_of(way)), min_blocks=_fitting(way),
         )  # fmt: skip
     return KernelSpec(
         module="patches", maker="patch_rows_backward", options={**options, "g": g, "planar": planar},
@@ -131,19 +142,24 @@ def rows_backward_spec(
     )  # fmt: skip
 
 
-def gather_blocks(spec: KernelSpec, patches: int) -> int:
-    """Return the number of blocks of a gathering kernel."""
+def gather_blocks(spec: KernelSpec, patches: int, processors: int) -> int:
+    """Return the number of blocks of a gathering kernel on a device of so many multiprocessors."""
     if spec.maker == "patch_tiles":
-        return -(-patches // int(spec.options["tile"]))
+        return _walking(spec, -(-patches // int(spec.options["tile"])), processors)
     if spec.maker == "patch_strips":
-        return -(-patches // (int(spec.options["tile"]) * (spec.block // _WARP)))
+        return _walking(spec, -(-patches // (int(spec.options["tile"]) * (spec.block // _WARP))), processors)
     if spec.maker == "patch_vectors":
         return -(-patches // (spec.block // _WARP))
     return -(-patches * padded_length(int(spec.options["patch"])) // 8 // spec.block)
 
 
-def scatter_blocks(spec: KernelSpec, patches: int) -> int:
-    """Return the number of blocks of a scattering kernel."""
+def scatter_blocks(spec: KernelSpec, patches: int, processors: int) -> int:
+    """Return the number of blocks of a scattering kernel on a device of so many multiprocessors."""
     if spec.maker == "patch_tiles_backward":
-        return -(-patches // int(spec.options["tile"]))
+        return _walking(spec, -(-patches // int(spec.options["tile"])), processors)
     return -(-patches // (spec.block // _WARP))
+
+
+def _walking(spec: KernelSpec, blocks: int, processors: int) -> int:
+    """Return the blocks of a grid over all tiles, or of one that walks them: as many as fit at once."""
+    return min(blocks, max(1, spec.min_blocks) * processors) if spec.options["walk"] else blocks

@@ -23,6 +23,11 @@ def threshold_of(p: float) -> int:
     return min(65536, max(0, round(p * 65536)))
 
 
+def drops_all(p: float) -> bool:
+    """Tell whether p is rounded to 1: kernels compare 16 bits and divide by the share that is kept."""
+    return threshold_of(p) == 65536
+
+
 def keep_scale(p: float) -> float:
     """Return 1 / (probability that an element is kept), 0 when none is."""
     kept = 65536 - threshold_of(p)

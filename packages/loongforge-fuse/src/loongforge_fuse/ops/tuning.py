@@ -17,6 +17,7 @@ from loongforge_fuse.autotune import Autotuner, Decision
 from loongforge_fuse.ops import variants
 from loongforge_fuse.ops.dropout import philox_counter, philox_next
 from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS, gelu_tanh
+from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS, image_table, image_table_to_half
 from loongforge_fuse.ops.norm_launch import backward_job, forward_job, run_norm, run_norm_backward
 from loongforge_fuse.ops.norm_plan import backward_ways, forward_ways
 from loongforge_fuse.ops.patch_launch import gather_job, rows_backward_cuda, rows_cuda, scatter_job
@@ -26,8 +27,12 @@ Work = Callable[[], object]
 _BF16 = torch.bfloat16
 _L2_BYTES = 64 * 2**20
 _MAX_BUFFERS = 16
-# Rows and groups of rows of the model at 16 samples, by width: vision, action head, language.
-_MODEL_ROWS = {1152: (32 * 324, 1), 1536: (16 * 51, 16), 2048: (16 * 220, 1)}
+# Rows and groups of rows of the model at 16 samples, by width and kind (LayerNorm or not): vision, action
+# head, language, and LayerNorm at the width of the language.
+_MODEL_ROWS = {
+    (1152, True): (32 * 324, 1), (1536, True): (16 * 51, 16), (2048, False): (16 * 220, 1),
+    (2048, True): (32 * 81, 1),
+}  # fmt: skip
 _LARGE_ELEMENTS = 2**25
 _HALF = [0.5, 0.5, 0.5]
 
@@ -100,12 +105,23 @@ def _patch_jobs() -> Iterator[Job]:
         )
 
 
+def _table_job() -> Job:
+    images = 256
+
+    def make() -> Work:
+        data = torch.randint(0, 256, (images * 256 * 256 * 3,), dtype=torch.uint8, device="cuda")
+        table = image_table([(256, 256)] * images, crops=[(2, 2, 252, 252)] * images).cuda()
+        return lambda: image_table_to_half(data, table, (256, 256))
+
+    size = images * 3 * (252 * 252 + 2 * 256 * 256)
+    return Job(name=TABLE_JOB, ways=TABLE_WAYS, make=make, size=size)
+
+
 def _norm_jobs() -> Iterator[Job]:
-    for width, large in product(_MODEL_ROWS, (True, False)):
-        rows, groups = _MODEL_ROWS[width]
+    for (width, layer), large in product(_MODEL_ROWS, (True, False)):
+        rows, groups = _MODEL_ROWS[width, layer]
         if large:
             rows = _LARGE_ELEMENTS // width // groups * groups
-        layer = width != 2048
         modulate = groups > 1
         shape = (groups, rows // groups, width)
         settings = (layer, modulate)
@@ -124,10 +140,9 @@ def _norm_jobs() -> Iterator[Job]:
                 x, r, w = _half(*shape), _half(*shape) if residual else None, tables()
                 return lambda: run_norm(x, r, w, w if settings[0] else None, *settings, 1e-6, _BF16)
 
-            plans = forward_ways(width, residual=residual)
             yield Job(
-                name=forward_job(width, residual=residual, large=large),
-                ways=tuple(plans),
+                name=forward_job(width, layer=layer, residual=residual, large=large),
+                ways=tuple(forward_ways(width, residual=residual, large=large)),
                 make=forward,
                 size=(8 if residual else 4) * rows * width,
             )
@@ -148,10 +163,9 @@ def _norm_jobs() -> Iterator[Job]:
                     g, None, x, w, mean, rstd, layer, modulate, shape[1], columns, offset, shape[0]
                 )
 
-            plans = backward_ways(width, columns=columns)
             yield Job(
-                name=backward_job(width, columns=columns, large=large),
-                ways=tuple(plans),
+                name=backward_job(width, layer=layer, columns=columns, large=large),
+                ways=tuple(backward_ways(width, columns=columns)),
                 make=backward,
                 size=6 * rows * width,
             )
@@ -159,7 +173,7 @@ def _norm_jobs() -> Iterator[Job]:
 
 def jobs() -> tuple[Job, ...]:
     """Return all choices that measurement may decide; makes nothing on the device yet."""
-    return tuple(j for j in (_gelu_job(), *_patch_jobs(), *_norm_jobs()) if len(j.ways) > 1)
+    return tuple(j for j in (_gelu_job(), _table_job(), *_patch_jobs(), *_norm_jobs()) if len(j.ways) > 1)
 
 
 def _captured(job: Job, way: str) -> Work:

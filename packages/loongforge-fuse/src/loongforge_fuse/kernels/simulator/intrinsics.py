@@ -182,6 +182,23 @@ def _shared() -> dict[str, Any]:
     }
 
 
+def _copies(access: _Access) -> dict[str, Any]:
+    """Copies that go on behind a thread: what they bring is there only when it has waited for it."""
+
+    def begin(words: int) -> _Do:
+        def do(shared: _Array, place: int, address: int, index: int) -> None:
+            found = access.words(address, 4 * words * index, words)
+            shared.begin_copy(words * place, found)
+
+        return do
+
+    return {
+        "COPY_ASYNC": {w: begin(w) for w in (1, 2, 4)},
+        "AWAIT_COPIES": {n: lambda shared, n=n: shared.await_groups(n) for n in range(4)},
+        "close_copies": lambda shared: shared.close_group(),
+    }
+
+
 def _arithmetic() -> dict[str, Any]:
     def quiet(function: _Do) -> _Do:
         def do(value: np.float32) -> np.float32:
@@ -210,6 +227,7 @@ def bound(memory: Memory) -> dict[str, Any]:
         **_vectors(access),
         **_scalars(access),
         **_shared(),
+        **_copies(access),
         **_arithmetic(),
         "raw_words": raw_words,
         "load_word": lambda address, offset: access.words(address, offset, 1)[0],

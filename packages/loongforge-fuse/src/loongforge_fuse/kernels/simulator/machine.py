@@ -55,6 +55,22 @@ class SharedArray:
         self._writes: list[_Access | None] = [None] * size
         self._reads: list[list[_Access]] = [[] for _ in range(size)]
 
+    def begin_copy(self, place: int, words: list[int]) -> None:
+        """Begin to bring words to the slots from `place`, in the open group of the current thread."""
+        self._block.groups()[-1].append((self, place, words))
+
+    def close_group(self) -> None:
+        """Close the open group of the current thread and open another."""
+        self._block.groups().append([])
+
+    def await_groups(self, left: int) -> None:
+        """Let all closed groups of the current thread but the last `left` arrive."""
+        groups = self._block.groups()
+        while len(groups) - 1 > left:
+            for array, place, words in groups.pop(0):
+                for i, word in enumerate(words):
+                    array[place + i] = word
+
     def _check(self, place: int, *, write: bool) -> None:
         if not 0 <= place < self.size:
             message = f"thread {self._block.current.number}: shared slot {place} of {self.size}"
@@ -103,6 +119,9 @@ class SharedArray:
         self._writes[place] = self._now()
 
 
+_Copy = tuple[SharedArray, int, list[int]]  # where to, the first slot, what arrives
+
+
 @dataclass
 class _Index:
     x: int = 0
@@ -136,8 +155,20 @@ class Block:
     def __post_init__(self) -> None:
         self.current: _Thread = None  # type: ignore[assignment]  # set before a thread runs
         self._made: dict[int, int] = {}
+        self._copies: dict[int, list[list[_Copy]]] = {}
         self.local = _Arrays(lambda size: [None] * size)
         self.shared = _Arrays(self._shared)
+
+    def begin(self, x: int, y: int) -> None:
+        """Become the block at (x, y)."""
+        self.blockIdx = _Index(x, y)
+        self.shared_arrays.clear()
+        self._made.clear()
+        self._copies.clear()
+
+    def groups(self) -> list[list[_Copy]]:
+        """Return the groups of copies that the current thread has under way, the last one still open."""
+        return self._copies.setdefault(self.current.number, [[]])
 
     def _shared(self, size: int) -> SharedArray:
         """Return the n-th shared array that a thread asks for; all threads ask in one order."""
@@ -209,9 +240,7 @@ def simulate(
     device.blockDim, device.gridDim = _Index(spec.block, 1, 1), _Index(*grid, 1)
     with np.errstate(all="ignore"):
         for x, y in chosen:
-            device.blockIdx = _Index(x, y)
-            device.shared_arrays.clear()
-            device._made.clear()  # noqa: SLF001 - the device belongs to this function
+            device.begin(x, y)
             first = (y * grid[0] + x) * spec.block
             _run_block(device, kernel, values, first, order)
 

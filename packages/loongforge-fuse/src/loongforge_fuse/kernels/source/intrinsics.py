@@ -346,6 +346,62 @@ def _make_shared_narrow(bits: int) -> Device:
 shared_store_u16 = _make_shared_narrow(16)
 
 
+def _make_copy_async(words: int) -> Device:
+    # Pieces of 16 bytes pass by the first-level cache.
+    kind = "cg" if words == 4 else "ca"
+    code = (
+        "{ .reg .u64 %to; cvta.to.shared.u64 %to, $0;"
+        f" cp.async.{kind}.shared.global [%to], [$1], {4 * words}; }}"
+    )
+
+    @intrinsic
+    def copy_async(typingctx, shared, place, address, index):
+        """Begin to copy run `index` of words of global memory to run `place` of a uint32 array."""
+
+        def codegen(context, builder, signature, args):
+            target = low.array_slots(context, builder, signature.args[0], args[0])
+            to = builder.ptrtoint(
+                low.slot(builder, target, low.bytes_at(builder, args[1], words), 0), low.I64
+            )
+            base = builder.ptrtoint(args[2], low.I64)
+            source = builder.add(base, low.bytes_at(builder, args[3], 4 * words))
+            low.effect(builder, code, "l,l,~{memory}", [to, source])
+            return context.get_dummy_value()
+
+        return types.void(shared, int64, ADDRESS, int64), codegen
+
+    return copy_async
+
+
+def _make_await_copies(left: int) -> Device:
+    @intrinsic
+    def await_copies(typingctx, shared):
+        """Wait until at most the last `left` groups of copies of this thread are under way."""
+
+        def codegen(context, builder, signature, args):
+            low.effect(builder, f"cp.async.wait_group {left};", "~{memory}", [])
+            return context.get_dummy_value()
+
+        return types.void(shared), codegen
+
+    return await_copies
+
+
+@intrinsic
+def close_copies(typingctx, shared):
+    """Make the copies that this thread has begun since the last call one group, which may be empty."""
+
+    def codegen(context, builder, signature, args):
+        low.effect(builder, "cp.async.commit_group;", "~{memory}", [])
+        return context.get_dummy_value()
+
+    return types.void(shared), codegen
+
+
+COPY_ASYNC = {w: _make_copy_async(w) for w in (1, 2, 4)}
+AWAIT_COPIES = {n: _make_await_copies(n) for n in range(4)}
+
+
 @intrinsic
 def address_at(typingctx, value):
     """Turn an address read from a table into something the loads accept."""

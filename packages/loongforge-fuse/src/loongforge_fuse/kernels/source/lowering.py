@@ -140,3 +140,9 @@ def narrowed(builder: ir.IRBuilder, values: list[ir.Value], dtype: str) -> list[
     if dtype == "f32":
         return [builder.bitcast(v, I32) for v in values]
     return [pack(builder, values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
+
+
+def effect(builder: ir.IRBuilder, code: str, constraints: str, arguments: list[ir.Value]) -> None:
+    """Emit an instruction for what it does, in its place among the others."""
+    kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+    builder.call(ir.InlineAsm(kind, code, constraints, side_effect=True), arguments)

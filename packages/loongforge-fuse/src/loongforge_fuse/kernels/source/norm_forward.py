@@ -77,6 +77,7 @@ def norm_forward(
     each: int,
     full: bool,
     ahead: bool,
+    late: bool,
     block: int,
 ) -> Kernel:
     """Kernel (x, residual, gain, offset, y, total, mean, rstd, group_rows, width, gain_step, offset_step,
@@ -89,7 +90,8 @@ def norm_forward(
 
     A vector has `each` (8 or 4) elements; `full`: threads * vectors fill the row exactly. `ahead`: blocks
     walk the rows of their group by the width of the grid, the loads of the next row under way while the
-    sums of this one are made; without it the grid covers all rows.
+    sums of this one are made; without it the grid covers all rows. `late`: gain and offset are read where
+    they are used, from a cache, instead of being held from the start: fewer registers, so more warps.
     """
     load_x, load_r, load_w = LOAD_RAW[x, each], LOAD_RAW[r, each], LOAD_RAW[w, each]
     expand_x, expand_r, expand_w = EXPAND[x, each], EXPAND[r, each], EXPAND[w, each]
@@ -131,9 +133,9 @@ def norm_forward(
                     load_x(px, (first + row) * count + c, raw_x, words_x * j)
                     if residual:
                         load_r(pr, (first + row) * count + c, raw_r, words_r * j)
-                if scaled:
+                if scaled and not late:
                     load_w(pg, group * (gain_step >> shift) + c, raw_g, words_w * j)
-                if offset:
+                if offset and not late:
                     load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
         scale = float32(share) if full else reciprocal(float32(int32(width)))
         turn = 0
@@ -226,6 +228,10 @@ def norm_forward(
                 for j in range(vectors):
                     c = lane + j * threads
                     if full or c < count:
+                        if scaled and late:
+                            load_w(pg, group * (gain_step >> shift) + c, raw_g, words_w * j)
+                        if offset and late:
+                            load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
                         for k in range(each):
                             v[each * j + k] = (v[each * j + k] - mean) * rstd
                         if scaled:

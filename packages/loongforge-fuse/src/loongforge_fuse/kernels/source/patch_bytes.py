@@ -171,13 +171,42 @@ def patch_vectors(*, y: str, patch: int, masked: bool) -> Kernel:
     return kernel
 
 
-def patch_strips(*, y: str, patch: int, masked: bool, tile: int, block: int) -> Kernel:
+@cuda.jit(device=True, inline="always")
+def read_strip(pin, table, mask, masked, first, patches, lane, shape, raw):
+    """Fill raw with the pairs of bytes of a lane, zeros where a patch is left out; `shape`: see below."""
+    patch, pairs, tile, across = shape
+    for j in range(across):
+        spot = uint32(lane + 32 * j)
+        which = uint32(spot // uint32(pairs))
+        column = int64(uint32(spot - uint32(which * uint32(pairs))))
+        row = first + int64(which)
+        for k in range(patch):
+            raw[patch * j + k] = uint32(0)
+        if int64(which) < tile and row < patches:
+            origin = load_i64(table, 4 * row)
+            row_step = load_i64(table, 4 * row + 1)
+            if masked and load_u8(mask, row) == 0:
+                origin = int64(-1)
+            if origin >= 0:
+                at = origin + 2 * column
+                if ((misalignment(pin, origin) | row_step) & 1) == 0:
+                    for k in range(patch):
+                        raw[patch * j + k] = load_pair(pin, at + k * row_step)
+                else:
+                    for k in range(patch):
+                        low = uint32(load_u8(pin, at + k * row_step))
+                        high = uint32(load_u8(pin, at + k * row_step + 1))
+                        raw[patch * j + k] = low | uint32(high << uint32(8))
+
+
+def patch_strips(*, y: str, patch: int, masked: bool, tile: int, walk: bool, block: int) -> Kernel:
     """Kernel like :func:`patch_runs`: one warp makes `tile` patches, through shared memory of its own.
 
     The lanes of a warp lie on neighbouring pairs of bytes of an image line, across the patches of the tile,
     which follow each other in the image nearly everywhere: a load touches one or two cache lines, where
     one thread a vector touches one for every line of the patch. From shared memory, where the bytes of a
-    patch lie one after the other, a vector is one access.
+    patch lie one after the other, a vector is one access. `walk`: warps walk the tiles by the width of the
+    grid, the bytes of the next tile under way while this one is written.
     """
     store, expand, load2 = STORE[y, 8], EXPAND["u8", 8], SHARED_LOAD[2]
     run = patch * CHANNELS
@@ -191,6 +220,7 @@ def patch_strips(*, y: str, patch: int, masked: bool, tile: int, block: int) -> 
     row_words = 2 * per_row
     warps = block // 32
     slots = warps * tile * row_words
+    shape = (patch, pairs, tile, across)
 
     def kernel(pin, table, mask, pout, patches, a0, a1, a2, b0, b1, b2):
         scratch = cuda.shared.array(slots, uint32, alignment=16)
@@ -202,28 +232,14 @@ def patch_strips(*, y: str, patch: int, masked: bool, tile: int, block: int) -> 
         lane = int64(cuda.threadIdx.x & 31)
         warp = int64(cuda.threadIdx.x >> 5)
         first = (int64(cuda.blockIdx.x) * warps + warp) * tile
+        stride = int64(cuda.gridDim.x) * (warps * tile)
         mine = warp * tile * row_words
-        if first < patches:
-            for j in range(across):
-                spot = uint32(lane + 32 * j)
-                which = uint32(spot // uint32(pairs))
-                column = int64(uint32(spot - uint32(which * uint32(pairs))))
-                row = first + int64(which)
-                for k in range(patch):
-                    raw[patch * j + k] = uint32(0)
-                if int64(which) < tile and row < patches:
-                    origin = patch_origin(table, mask, row, masked)
-                    if origin >= 0:
-                        row_step = load_i64(table, 4 * row + 1)
-                        at = origin + 2 * column
-                        if ((misalignment(pin, origin) | row_step) & 1) == 0:
-                            for k in range(patch):
-                                raw[patch * j + k] = load_pair(pin, at + k * row_step)
-                        else:
-                            for k in range(patch):
-                                low = uint32(load_u8(pin, at + k * row_step))
-                                high = uint32(load_u8(pin, at + k * row_step + 1))
-                                raw[patch * j + k] = low | uint32(high << uint32(8))
+        phase = uint32(uint32(2 * lane) % uint32(CHANNELS))
+        rotate(a, phase, a0, a1, a2)
+        rotate(b, phase, b0, b1, b2)
+        read_strip(pin, table, mask, masked, first, patches, lane, shape, raw)
+        alive = True
+        while alive:
             for j in range(across):
                 spot = uint32(lane + 32 * j)
                 which = uint32(spot // uint32(pairs))
@@ -234,26 +250,29 @@ def patch_strips(*, y: str, patch: int, masked: bool, tile: int, block: int) -> 
                         shared_store_u16(scratch, to + k * pairs, raw[patch * j + k])
             if spare > 0 and lane < tile:
                 scratch[mine + lane * row_words + row_words - 1] = uint32(0)
-        cuda.syncwarp()
-        phase = uint32(uint32(2 * lane) % uint32(CHANNELS))
-        rotate(a, phase, a0, a1, a2)
-        rotate(b, phase, b0, b1, b2)
-        for p in range(tile):
-            row = first + p
-            if row < patches:
-                live = patch_origin(table, mask, row, masked) >= 0
-                for j in range(rounds):
-                    if lane + 32 * j < per_row:
-                        for e in range(8):
-                            v[e] = float32(0.0)
-                        if live:
-                            load2(scratch, (mine + p * row_words) // 2 + lane + 32 * j, words, 0)
-                            expand(words, 0, v, 0)
+            cuda.syncwarp()
+            alive = walk and first + stride < patches
+            if alive:
+                read_strip(pin, table, mask, masked, first + stride, patches, lane, shape, raw)
+            for p in range(tile):
+                row = first + p
+                if row < patches:
+                    live = patch_origin(table, mask, row, masked) >= 0
+                    for j in range(rounds):
+                        if lane + 32 * j < per_row:
                             for e in range(8):
-                                v[e] = v[e] * a[(j + e) % CHANNELS] + b[(j + e) % CHANNELS]
-                            if spare > 0 and j == rounds - 1 and lane + 32 * j == per_row - 1:
-                                for e in range(spare, 8):
-                                    v[e] = float32(0.0)
-                        store(pout, row * per_row + lane + 32 * j, v, 0)
+                                v[e] = float32(0.0)
+                            if live:
+                                load2(scratch, (mine + p * row_words) // 2 + lane + 32 * j, words, 0)
+                                expand(words, 0, v, 0)
+                                for e in range(8):
+                                    v[e] = v[e] * a[(j + e) % CHANNELS] + b[(j + e) % CHANNELS]
+                                if spare > 0 and j == rounds - 1 and lane + 32 * j == per_row - 1:
+                                    for e in range(spare, 8):
+                                        v[e] = float32(0.0)
+                            store(pout, row * per_row + lane + 32 * j, v, 0)
+            if alive:
+                cuda.syncwarp()
+            first += stride
 
     return kernel

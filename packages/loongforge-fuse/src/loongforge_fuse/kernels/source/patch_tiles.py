@@ -29,7 +29,6 @@ from loongforge_fuse.kernels.source.intrinsics import (
     store_u16,
     store_word,
 )
-from loongforge_fuse.kernels.source.patches import patch_origin
 
 Kernel = Callable[..., None]
 
@@ -67,16 +66,45 @@ def place_in_tile(threads, tile, line):
     return int64(plane), int64(patch), int64(uint32(rest - patch * uint32(line)))
 
 
+@cuda.jit(device=True, inline="always")
+def patch_place(table, row, patches, place):
+    """Set place[0:3] to origin, row step and channel step of a patch; an origin of -1 beyond the last one."""
+    place[0] = int64(-1)
+    if row < patches:
+        place[0] = load_i64(table, 4 * row)
+        place[1] = load_i64(table, 4 * row + 1)
+        place[2] = load_i64(table, 4 * row + 3)
+
+
+@cuda.jit(device=True, inline="always")
+def read_lines(pin, place, plane, column, patch, unit, held):
+    """Fill held[0:patch] with the words of a column of a patch, zeros where it is left out."""
+    size = 4 // unit
+    for k in range(patch):
+        held[k] = uint32(0)
+    if place[0] >= 0:
+        at = place[0] + plane * place[2] + column * unit
+        if unit == 1 or word_aligned(pin, place[0], place[1], place[2], size):
+            for k in range(patch):
+                held[k] = load_word(pin, size * (at + k * place[1]))
+        else:
+            for k in range(patch):
+                low = uint32(load_u16(pin, at + k * place[1]))
+                high = uint32(load_u16(pin, at + k * place[1] + 1))
+                held[k] = low | uint32(high << uint32(16))
+
+
 def patch_tiles(
-    *, y: str, patch: int, channels: int, last: bool, masked: bool, tile: int, block: int
+    *, y: str, patch: int, channels: int, last: bool, masked: bool, tile: int, walk: bool, block: int
 ) -> Kernel:
     """Kernel (pixels, table, mask, out, patches, a0, a1, a2, b0, b1, b2): gather patches into matrix rows.
 
     `last`: interleaved images, rows in the order (y, x, channel); else planes and (channel, y, x). The six
-    factors are those of the other gathering kernels and not used.
+    factors are those of the other gathering kernels and not used. `walk`: blocks walk the tiles by the width
+    of the grid; the lines of the next tile are under way while this one is written, and the table is read
+    one tile further ahead.
     """
     unit, planes, line, words, spaced = _shape(y, patch, channels, last=last)
-    size = 4 // unit
     across = tile * line
     filled = planes * patch * line
     padding = words - filled
@@ -88,53 +116,69 @@ def patch_tiles(
         scratch = cuda.shared.array(slots, uint32, alignment=16)
         held = cuda.local.array(patch, uint32)
         four = cuda.local.array(4, uint32)
+        place = cuda.local.array(3, int64)
         plane, mine, column = place_in_tile(across, tile, line)
+        works = plane < planes
+        stride = int64(cuda.gridDim.x) * tile
         first = int64(cuda.blockIdx.x) * tile
-        for k in range(patch):
-            held[k] = uint32(0)
-        if plane < planes:
-            row = first + mine
-            if row < patches:
-                origin = patch_origin(table, mask, row, masked)
-                if origin >= 0:
-                    row_step = load_i64(table, 4 * row + 1)
-                    channel_step = load_i64(table, 4 * row + 3)
-                    at = origin + plane * channel_step + column * unit
-                    if unit == 1 or word_aligned(pin, origin, row_step, channel_step, size):
-                        for k in range(patch):
-                            held[k] = load_word(pin, size * (at + k * row_step))
-                    else:
-                        for k in range(patch):
-                            low = uint32(load_u16(pin, at + k * row_step))
-                            high = uint32(load_u16(pin, at + k * row_step + 1))
-                            held[k] = low | uint32(high << uint32(16))
-            to = mine * spaced + plane * (patch * line) + column
-            for k in range(patch):
-                scratch[to + k * line] = held[k]
+        for k in range(3):
+            place[k] = int64(-1)
+        if works:
+            patch_place(table, first + mine, patches, place)
+            if masked and place[0] >= 0 and load_u8(mask, first + mine) == 0:
+                place[0] = int64(-1)
+        read_lines(pin, place, plane, column, patch, unit, held)
+        if walk and works:
+            patch_place(table, first + stride + mine, patches, place)
         if padding > 0 and cuda.threadIdx.x < tile * padding:
             row_of = cuda.threadIdx.x // max(padding, 1)
             scratch[row_of * spaced + filled + cuda.threadIdx.x - row_of * padding] = uint32(0)
-        cuda.syncthreads()
-        count = min(patches - first, int64(tile)) * vectors
-        v = int64(cuda.threadIdx.x)
-        while v < count:
-            spot = v
-            if spaced != words:
-                spot += int64(uint32(v) // uint32(vectors)) * ((spaced - words) // 4)
-            load4(scratch, spot, four, 0)
-            store4(pout, first * vectors + v, four, 0)
-            v += block
+        alive = True
+        while alive:
+            if works:
+                to = mine * spaced + plane * (patch * line) + column
+                for k in range(patch):
+                    scratch[to + k * line] = held[k]
+            cuda.syncthreads()
+            alive = walk and first + stride < patches
+            if alive:
+                if masked and place[0] >= 0 and load_u8(mask, first + stride + mine) == 0:
+                    place[0] = int64(-1)
+                read_lines(pin, place, plane, column, patch, unit, held)
+                if works:
+                    patch_place(table, first + 2 * stride + mine, patches, place)
+            count = min(patches - first, int64(tile)) * vectors
+            v = int64(cuda.threadIdx.x)
+            while v < count:
+                spot = v
+                if spaced != words:
+                    spot += int64(uint32(v) // uint32(vectors)) * ((spaced - words) // 4)
+                load4(scratch, spot, four, 0)
+                store4(pout, first * vectors + v, four, 0)
+                v += block
+            if alive:
+                cuda.syncthreads()
+            first += stride
 
     return kernel
 
 
 def patch_tiles_backward(
-    *, y: str, patch: int, channels: int, last: bool, masked: bool, fill: bool, tile: int, block: int
+    *,
+    y: str,
+    patch: int,
+    channels: int,
+    last: bool,
+    masked: bool,
+    fill: bool,
+    tile: int,
+    walk: bool,
+    block: int,
 ) -> Kernel:
     """Kernel (grad_rows, table, mask, grad_pixels, patches): the gradient of :func:`patch_tiles`.
 
     Patches do not overlap, so every pixel has one writer. The caller cleared the buffer, or with `fill` the
-    kernel writes zeros for masked patches.
+    kernel writes zeros for masked patches. `walk` as in :func:`patch_tiles`.
     """
     unit, planes, line, words, spaced = _shape(y, patch, channels, last=last)
     size = 4 // unit
@@ -148,39 +192,56 @@ def patch_tiles_backward(
     def kernel(pg, table, mask, pout, patches):
         scratch = cuda.shared.array(slots, uint32, alignment=16)
         four = cuda.local.array(copied, uint32)
+        place = cuda.local.array(3, int64)
         plane, mine, column = place_in_tile(across, tile, line)
+        works = plane < planes
+        stride = int64(cuda.gridDim.x) * tile
         first = int64(cuda.blockIdx.x) * tile
         count = min(patches - first, int64(tile)) * vectors
+        for k in range(3):
+            place[k] = int64(-1)
         for r in range(rounds):
             v = int64(cuda.threadIdx.x) + r * block
             if v < count:
                 load4(pg, first * vectors + v, four, 4 * r)
-        for r in range(rounds):
-            v = int64(cuda.threadIdx.x) + r * block
-            if v < count:
-                spot = v
-                if spaced != words:
-                    spot += int64(uint32(v) // uint32(vectors)) * ((spaced - words) // 4)
-                store4(scratch, spot, four, 4 * r)
-        cuda.syncthreads()
-        row = first + mine
-        if plane < planes and row < patches:
-            origin = patch_origin(table, mask, row, masked and not fill)
-            if origin >= 0:
-                keep = uint32(0xFFFFFFFF)
-                if masked and load_u8(mask, row) == 0:
+        alive = True
+        while alive:
+            if works:
+                patch_place(table, first + mine, patches, place)
+            for r in range(rounds):
+                v = int64(cuda.threadIdx.x) + r * block
+                if v < count:
+                    spot = v
+                    if spaced != words:
+                        spot += int64(uint32(v) // uint32(vectors)) * ((spaced - words) // 4)
+                    store4(scratch, spot, four, 4 * r)
+            cuda.syncthreads()
+            alive = walk and first + stride < patches
+            if alive:
+                count = min(patches - first - stride, int64(tile)) * vectors
+                for r in range(rounds):
+                    v = int64(cuda.threadIdx.x) + r * block
+                    if v < count:
+                        load4(pg, (first + stride) * vectors + v, four, 4 * r)
+            keep = uint32(0xFFFFFFFF)
+            if masked and place[0] >= 0 and load_u8(mask, first + mine) == 0:
+                if fill:
                     keep = uint32(0)
-                row_step = load_i64(table, 4 * row + 1)
-                channel_step = load_i64(table, 4 * row + 3)
-                at = origin + plane * channel_step + column * unit
+                else:
+                    place[0] = int64(-1)
+            if place[0] >= 0:
+                at = place[0] + plane * place[2] + column * unit
                 source = mine * spaced + plane * (patch * line) + column
-                if unit == 1 or word_aligned(pout, origin, row_step, channel_step, size):
+                if unit == 1 or word_aligned(pout, place[0], place[1], place[2], size):
                     for k in range(patch):
-                        store_word(pout, size * (at + k * row_step), scratch[source + k * line] & keep)
+                        store_word(pout, size * (at + k * place[1]), scratch[source + k * line] & keep)
                 else:
                     for k in range(patch):
                         word = scratch[source + k * line] & keep
-                        store_u16(pout, at + k * row_step, word & uint32(0xFFFF))
-                        store_u16(pout, at + k * row_step + 1, word >> uint32(16))
+                        store_u16(pout, at + k * place[1], word & uint32(0xFFFF))
+                        store_u16(pout, at + k * place[1] + 1, word >> uint32(16))
+            if alive:
+                cuda.syncthreads()
+            first += stride
 
     return kernel
