@@ -98,22 +98,17 @@ def section_fault(part: Part, options: argparse.Namespace) -> None:
         text, ranks, kind = "", [], ""
         while time.monotonic() - begin < 20.0:
             try:
+                # First: an aborted collective leaves an error of the library, the border of a step the names.
+                scheduler.step_end()
                 net(x).backward()
                 net.zero_grad()
                 wait_device()
-                scheduler.step_end()
             except RankFailureError as error:
-                text, ranks, kind = str(error), list(error.ranks), "RankFailureError"
+                text, ranks = str(error), list(error.ranks)
+                kind = f"RankFailureError after {kind}" if kind else "RankFailureError"
                 break
             except Exception as error:
                 kind = type(error).__name__
-                lost = scheduler._team.waiter.lost
-                if lost:
-                    text, ranks = (
-                        scheduler._team.waiter.message("aborted", lost, time.monotonic() - begin),
-                        list(lost),
-                    )
-                    break
                 time.sleep(0.2)
         return {
             "named": ranks == [1],
