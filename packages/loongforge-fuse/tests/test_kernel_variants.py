@@ -8,6 +8,7 @@ import pytest
 import torch
 from loongforge_fuse import Autotuner, TuneConfig, ops
 from loongforge_fuse.__main__ import main
+from loongforge_fuse.kernels import launcher
 from loongforge_fuse.kernels.catalog import catalog
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
 from loongforge_fuse.ops import tuning, variants
@@ -52,6 +53,25 @@ def test_a_decision_reaches_the_operators_launch(tuner):
         variants.reload(tuner)
         ops.gelu_tanh(x, p=0.1, key=key)
     assert [spec.options["each"] for spec in launched] == [2, 1]
+
+
+def test_where_the_chosen_kernel_is_missing_the_default_runs(tuner, monkeypatch):
+    x, key = torch.randn(3000).to(torch.bfloat16), torch.tensor([1, 2])
+    decided(tuner, "gelu_dropout", "1 min 8", "2")
+    ops.reset_op_counters()
+    with simulated_gpu() as launched:
+        there_is = launcher.function
+
+        def function(spec, device):
+            if spec.min_blocks == 8:
+                raise launcher.KernelUnavailableError(spec.name)
+            return there_is(spec, device)
+
+        monkeypatch.setattr(launcher, "function", function)
+        variants.reload(tuner)
+        ops.gelu_tanh(x, p=0.1, key=key)
+    assert [spec.options["each"] for spec in launched] == [2]
+    assert ops.op_counters()["fallbacks"] == {}
 
 
 def test_jobs_offer_real_choices_whose_kernels_are_built_ahead():

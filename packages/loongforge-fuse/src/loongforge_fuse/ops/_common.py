@@ -59,6 +59,22 @@ def load(name: str, spec: KernelSpec, device: int) -> Function | None:
         return None
 
 
+def load_first(name: str, specs: Sequence[KernelSpec], device: int) -> tuple[Function, int] | None:
+    """Load the first kernel there is for one job, such as the way that was chosen, else the default.
+
+    Returns:
+        The kernel and its place in `specs`; None, and counted, when there is none.
+    """
+    reason = "no kernel"
+    for place, spec in enumerate(specs):
+        try:
+            return launcher.function(spec, device), place
+        except launcher.KernelUnavailableError as error:
+            reason = str(error)
+    fell_back(name, reason)
+    return None
+
+
 def resolve(
     name: str, cache: dict[Hashable, Function], key: Hashable, spec: KernelSpec, device: int
 ) -> Function | None:

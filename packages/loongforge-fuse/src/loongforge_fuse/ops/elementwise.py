@@ -21,13 +21,13 @@ from loongforge_fuse.ops._common import (
     define,
     differentiable,
     fell_back,
-    load,
+    load_first,
     plain,
     resolve,
     vector_blocks,
     wants_grad,
 )
-from loongforge_fuse.ops.variants import chosen, forget_on_change
+from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
 _ARGUMENTS = {
     "gelu_forward": "PPq",
@@ -102,12 +102,12 @@ def _gelu_dropout_call(key: tuple[int, torch.dtype, int]) -> tuple[Function, int
     if reason:
         fell_back("gelu_tanh", reason)
         return None
-    way = chosen("gelu_dropout", GELU_DROPOUT_WAYS) if not misaligned else "1"
-    spec = gelu_dropout_spec(CODES[dtype], vector=not misaligned, way=way)
-    loaded = load("gelu_tanh", spec, device)
+    ways = in_turn("gelu_dropout", GELU_DROPOUT_WAYS) if not misaligned else ("1",)
+    specs = [gelu_dropout_spec(CODES[dtype], vector=not misaligned, way=way) for way in ways]
+    loaded = load_first("gelu_tanh", specs, device)
     if loaded is None:
         return None
-    found = _gelu_dropout_calls[key] = loaded, int(spec.options["each"])
+    found = _gelu_dropout_calls[key] = loaded[0], int(specs[loaded[1]].options["each"])
     return found
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec, Option
-from loongforge_fuse.ops._common import BLOCK, CODES, define, fell_back, load, plain, resolve
-from loongforge_fuse.ops.variants import chosen, forget_on_change
+from loongforge_fuse.ops._common import BLOCK, CODES, define, fell_back, load_first, plain, resolve
+from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
 _MAX_GRID_Y = 65535
 _PIXELS = 4
@@ -83,11 +83,12 @@ def _table_call(device: int, y: str, channels: int, *, vector: bool) -> tuple[Fu
     key = (device, y, channels, vector)
     found = _table_calls.get(key)
     if found is None:
-        spec = table_spec(y, channels, vector=vector, way=chosen(TABLE_JOB, TABLE_WAYS) if vector else "1")
-        call = load("image_table_to_half", spec, device)
-        if call is None:
+        ways = in_turn(TABLE_JOB, TABLE_WAYS) if vector else ("1",)
+        specs = [table_spec(y, channels, vector=vector, way=way) for way in ways]
+        loaded = load_first("image_table_to_half", specs, device)
+        if loaded is None:
             return None
-        found = _table_calls[key] = call, int(spec.options["lines"])
+        found = _table_calls[key] = loaded[0], int(specs[loaded[1]].options["lines"])
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.ops import reference
-from loongforge_fuse.ops._common import CODES, fell_back, load, processors
+from loongforge_fuse.ops._common import CODES, fell_back, load_first, processors
 from loongforge_fuse.ops.columns import add_partials
 from loongforge_fuse.ops.norm_plan import (
     RowPlan,
@@ -18,7 +18,7 @@ from loongforge_fuse.ops.norm_plan import (
     forward_spec,
     forward_ways,
 )
-from loongforge_fuse.ops.variants import chosen, forget_on_change
+from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
 _MAX_GROUPS = 32767  # gain and offset of all groups are one dimension of a grid
 # Elements from which on a tensor counts as large: its rows are chosen for bandwidth, others for latency.
@@ -42,8 +42,8 @@ def backward_job(width: int, *, layer: bool, columns: bool, large: bool) -> str:
     return f"{kind} backward {width}{' columns' if columns else ''} {'large' if large else 'small'}"
 
 
-def _plan(job: str, ways: dict[str, RowPlan]) -> RowPlan | None:
-    return ways[chosen(job, tuple(ways))] if ways else None
+def _plans(job: str, ways: dict[str, RowPlan]) -> list[RowPlan]:
+    return [ways[way] for way in in_turn(job, tuple(ways))] if ways else []
 
 
 _empties: dict[torch.device, Tensor] = {}
@@ -72,9 +72,9 @@ def _unreadable(*tables: Tensor | None) -> bool:
     return any(t is not None and (t.stride(-1) != 1 or _step(t) % 8 != 0) for t in tables)
 
 
-def _unfit(width: int, plan: RowPlan | None, groups: int, *dtypes: torch.dtype | None) -> str | None:
+def _unfit(width: int, plans: list[RowPlan], groups: int, *dtypes: torch.dtype | None) -> str | None:
     """Return why no kernel fits, or None."""
-    if plan is None:
+    if not plans:
         return f"width {width} is not a multiple of 8 in range"
     for dtype in dtypes:
         if dtype is not None and dtype not in CODES:
@@ -92,30 +92,33 @@ def _forward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, r, g, o, layer, modulate, y, large = key
     residual = r is not None
     job = forward_job(width, layer=layer, residual=residual, large=large)
-    plan = _plan(job, forward_ways(width, residual=residual, large=large))
-    reason = _unfit(width, plan, groups, x, r, g, o, y)
+    plans = _plans(job, forward_ways(width, residual=residual, large=large))
+    reason = _unfit(width, plans, groups, x, r, g, o, y)
     if reason is None and g is not None and o is not None and g != o:
         reason = f"gain {g} and offset {o}"
-    if reason or plan is None:
-        fell_back("norm", reason or "no plan")
+    if reason:
+        fell_back("norm", reason)
         return None
-    spec = forward_spec(
-        plan,
-        width,
-        layer=layer,
-        x=CODES[x],
-        r=CODES[r or x],
-        w=CODES[g or o or x],
-        y=CODES[y],
-        gain=_form(g, modulate),
-        offset=o is not None,
-        residual=residual,
-    )
-    call = load("norm", spec, device)
-    if call is None:
+    specs = [
+        forward_spec(
+            plan,
+            width,
+            layer=layer,
+            x=CODES[x],
+            r=CODES[r or x],
+            w=CODES[g or o or x],
+            y=CODES[y],
+            gain=_form(g, modulate),
+            offset=o is not None,
+            residual=residual,
+        )
+        for plan in plans
+    ]
+    loaded = load_first("norm", specs, device)
+    if loaded is None:
         return None
-    _forward_calls[key] = call, plan
-    return call, plan
+    found = _forward_calls[key] = loaded[0], plans[loaded[1]]
+    return found
 
 
 def run_norm(
@@ -183,28 +186,31 @@ def run_norm(
 def _backward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, y, g, layer, modulate, columns, offset, carry, large = key
     job = backward_job(width, layer=layer, columns=columns, large=large)
-    plan = _plan(job, backward_ways(width, columns=columns))
-    reason = _unfit(width, plan, groups, x, y, g)
-    if reason or plan is None:
-        fell_back("norm_backward", reason or "no plan")
+    plans = _plans(job, backward_ways(width, columns=columns))
+    reason = _unfit(width, plans, groups, x, y, g)
+    if reason:
+        fell_back("norm_backward", reason)
         return None
-    spec = backward_spec(
-        plan,
-        width,
-        layer=layer,
-        x=CODES[x],
-        w=CODES[g or x],
-        y=CODES[y],
-        gain=_form(g, modulate),
-        columns=columns,
-        offset=offset,
-        carry=carry,
-    )
-    call = load("norm_backward", spec, device)
-    if call is None:
+    specs = [
+        backward_spec(
+            plan,
+            width,
+            layer=layer,
+            x=CODES[x],
+            w=CODES[g or x],
+            y=CODES[y],
+            gain=_form(g, modulate),
+            columns=columns,
+            offset=offset,
+            carry=carry,
+        )
+        for plan in plans
+    ]
+    loaded = load_first("norm_backward", specs, device)
+    if loaded is None:
         return None
-    _backward_calls[key] = call, plan
-    return call, plan
+    found = _backward_calls[key] = loaded[0], plans[loaded[1]]
+    return found
 
 
 def backward_blocks(plan: RowPlan, group_rows: int, groups: int, device: int, *, columns: bool) -> int:

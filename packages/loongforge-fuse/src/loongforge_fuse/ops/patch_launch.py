@@ -10,7 +10,7 @@ from torch import Tensor
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import patch_reference
-from loongforge_fuse.ops._common import CODES, fell_back, load, processors
+from loongforge_fuse.ops._common import CODES, fell_back, load_first, processors
 from loongforge_fuse.ops.image import affine
 from loongforge_fuse.ops.patch_plan import (
     CHANNELS,
@@ -23,7 +23,7 @@ from loongforge_fuse.ops.patch_plan import (
     scatter_blocks,
     scatter_ways,
 )
-from loongforge_fuse.ops.variants import chosen, forget_on_change
+from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
 _MAX_THREADS = 2**31  # the kernels count threads in 32 bits
 Loaded = tuple[Function, KernelSpec]
@@ -56,12 +56,12 @@ def _gather(key: tuple[int, str, str, int, bool, bool, bool]) -> Loaded | None:
     if found is None:
         device, x, y, patch, last, planar, masked = key
         form = {"last": last, "planar": planar}
-        way = chosen(gather_job(x, y, patch, **form), gather_ways(x, y, patch, **form))
-        spec = rows_spec(x, y, patch, way, masked=masked, **form)
-        call = load("masked_unfold", spec, device)
-        if call is None:
+        ways = in_turn(gather_job(x, y, patch, **form), gather_ways(x, y, patch, **form))
+        specs = [rows_spec(x, y, patch, way, masked=masked, **form) for way in ways]
+        loaded = load_first("masked_unfold", specs, device)
+        if loaded is None:
             return None
-        found = _gather_calls[key] = call, spec
+        found = _gather_calls[key] = loaded[0], specs[loaded[1]]
     return found
 
 
@@ -106,12 +106,12 @@ def _scatter(key: tuple[int, str, str, int, bool, bool, bool, bool]) -> Loaded |
     if found is None:
         device, g, y, patch, last, planar, masked, fill = key
         form = {"last": last, "planar": planar}
-        way = chosen(scatter_job(g, y, patch, **form), scatter_ways(g, y, patch, **form))
-        spec = rows_backward_spec(g, y, patch, way, masked=masked, fill=fill, **form)
-        call = load("masked_unfold_backward", spec, device)
-        if call is None:
+        ways = in_turn(scatter_job(g, y, patch, **form), scatter_ways(g, y, patch, **form))
+        specs = [rows_backward_spec(g, y, patch, way, masked=masked, fill=fill, **form) for way in ways]
+        loaded = load_first("masked_unfold_backward", specs, device)
+        if loaded is None:
             return None
-        found = _scatter_calls[key] = call, spec
+        found = _scatter_calls[key] = loaded[0], specs[loaded[1]]
     return found
 
 

@@ -30,6 +30,15 @@ def chosen(job: str, ways: Sequence[str]) -> str:
     return name if name is not None and name in ways else ways[0]
 
 
+def in_turn(job: str, ways: Sequence[str]) -> tuple[str, ...]:
+    """Return the way to use for `job`, and after it the default, in case the first has no kernel here.
+
+    A decision was made on one form of a job, for example bf16; its other forms may lack that kernel where
+    nothing can be compiled.
+    """
+    return tuple(dict.fromkeys((chosen(job, ways), ways[0])))
+
+
 def forget_on_change(clear: Callable[[], None]) -> None:
     """Register what drops loaded kernels; called whenever a choice may have changed."""
     _clearers.append(clear)

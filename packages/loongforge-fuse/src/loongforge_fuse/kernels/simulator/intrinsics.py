@@ -217,6 +217,7 @@ def _arithmetic() -> dict[str, Any]:
         "square_root": quiet(np.sqrt),
         "bits_of": lambda value: int(np.float32(value).view(np.uint32)),
         "word_between": word_between,
+        "product": lambda first, second: first * second,
     }
 
 

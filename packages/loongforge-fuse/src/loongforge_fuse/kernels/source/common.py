@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from numba import cuda, float32, int64, uint32, uint64
 
-from loongforge_fuse.kernels.source.intrinsics import bits_of, exp2, load_i64, reciprocal
+from loongforge_fuse.kernels.source.intrinsics import bits_of, exp2, load_i64, product, reciprocal
 
 FULL_WARP = 0xFFFFFFFF
 
@@ -49,8 +49,8 @@ def is_finite(x):
 @cuda.jit(device=True, inline="always")
 def philox_round(c0, c1, c2, c3, k0, k1):
     """One round of Philox-4x32 (Salmon et al., SC 2011)."""
-    a = uint64(c0) * uint64(0xD2511F53)
-    b = uint64(c2) * uint64(0xCD9E8D57)
+    a = product(c0, uint32(0xD2511F53))
+    b = product(c2, uint32(0xCD9E8D57))
     n0 = uint32(b >> uint64(32)) ^ c1 ^ k0
     n2 = uint32(a >> uint64(32)) ^ c3 ^ k1
     return n0, uint32(b), n2, uint32(a)

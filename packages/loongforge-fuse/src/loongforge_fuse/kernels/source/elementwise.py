@@ -93,7 +93,7 @@ def gelu_dropout_forward(*, x: str, y: str, vector: bool, each: int, block: int)
 
     def kernel(px, py, key, count, threshold, share):
         first = int64(cuda.blockIdx.x) * (block * each) + int64(cuda.threadIdx.x)
-        limit = uint32(threshold) << uint32(16)
+        limit = uint32(uint32(threshold) << uint32(16))
         keys = cuda.local.array(16, uint32)
         schedule(key, keys)
         full = count >> 3 if vector else int64(0)
@@ -130,7 +130,7 @@ def gelu_backward(*, x: str, g: str, vector: bool, dropout: bool) -> Kernel:
 
     def kernel(px, pg, pd, key, count, threshold, scale):
         i = global_thread()
-        limit = uint32(threshold) << uint32(16)
+        limit = uint32(uint32(threshold) << uint32(16))
         keys = cuda.local.array(16, uint32)
         if dropout:
             schedule(key, keys)
@@ -229,7 +229,7 @@ def dropout_forward(*, x: str, r: str, vector: bool, residual: bool) -> Kernel:
 
     def kernel(px, pr, py, key, count, threshold, scale):
         i = global_thread()
-        limit = uint32(threshold) << uint32(16)
+        limit = uint32(uint32(threshold) << uint32(16))
         keys = cuda.local.array(16, uint32)
         schedule(key, keys)
         full = count >> 3 if vector else int64(0)

@@ -436,6 +436,18 @@ def word_between(typingctx, low_word, high_word, bits):
     return uint32(uint32, uint32, uint32), codegen
 
 
+@intrinsic
+def product(typingctx, first, second):
+    """Multiply two 32-bit words into 64 bits by one instruction; a product of 64-bit numbers is several."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(low.I64, [low.I32, low.I32])
+        multiply = ir.InlineAsm(kind, "mul.wide.u32 $0, $1, $2;", "=l,r,r", side_effect=False)
+        return builder.call(multiply, args)
+
+    return types.uint64(uint32, uint32), codegen
+
+
 def _make_approximation(instruction: str) -> Device:
     @intrinsic
     def approximation(typingctx, value):

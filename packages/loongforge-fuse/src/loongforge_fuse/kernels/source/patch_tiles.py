@@ -85,8 +85,10 @@ def read_lines(pin, place, plane, column, patch, unit, held):
     if place[0] >= 0:
         at = place[0] + plane * place[2] + column * unit
         if unit == 1 or word_aligned(pin, place[0], place[1], place[2], size):
+            start = size * at
+            step = size * place[1]
             for k in range(patch):
-                held[k] = load_word(pin, size * (at + k * place[1]))
+                held[k] = load_word(pin, start + k * step)
         else:
             for k in range(patch):
                 low = uint32(load_u16(pin, at + k * place[1]))
@@ -233,8 +235,10 @@ def patch_tiles_backward(
                 at = place[0] + plane * place[2] + column * unit
                 source = mine * spaced + plane * (patch * line) + column
                 if unit == 1 or word_aligned(pout, place[0], place[1], place[2], size):
+                    start = size * at
+                    step = size * place[1]
                     for k in range(patch):
-                        store_word(pout, size * (at + k * place[1]), scratch[source + k * line] & keep)
+                        store_word(pout, start + k * step, scratch[source + k * line] & keep)
                 else:
                     for k in range(patch):
                         word = scratch[source + k * line] & keep
