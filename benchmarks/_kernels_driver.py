@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 from loongforge_fuse import ops
-from loongforge_fuse.ops import patch_launch, patch_plan, variants
+from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, variants
 from loongforge_fuse.ops.adamw import FusedAdamW
 from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
 from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS
@@ -42,6 +42,27 @@ def patches() -> None:
                     patch_launch.rows_backward_cuda(
                         rows, table, mask, patch, last, planar, count, KINDS[code], complete
                     )
+
+
+def norms() -> None:
+    """Run every plan of the norms that tuning may choose, on rows enough for blocks to walk a few."""
+    for (width, layer), flag in product(((1152, True), (1536, True), (2048, True), (2048, False)), (0, 1)):
+        rows = 1500
+        x, g = (torch.randn(rows, width, device="cuda").to(torch.bfloat16) for _ in "xg")
+        w = torch.randn(width, device="cuda").to(torch.bfloat16)
+        mean = torch.zeros(rows if layer else 0, device="cuda")
+        rstd = torch.ones(rows, device="cuda")
+        offset = w if layer else None
+        job = norm_launch.forward_job(width, layer=layer, residual=bool(flag), large=False)
+        for way in norm_plan.forward_ways(width, residual=bool(flag), large=False):
+            with variants.forced(job, way):
+                norm_launch.run_norm(x, g if flag else None, w, offset, layer, False, 1e-6, torch.bfloat16)
+        job = norm_launch.backward_job(width, layer=layer, columns=bool(flag), large=False)
+        for way in norm_plan.backward_ways(width, columns=bool(flag)):
+            with variants.forced(job, way):
+                norm_launch.run_norm_backward(
+                    g, None, x, w, mean, rstd, layer, False, rows, bool(flag), bool(flag) and layer, 1
+                )
 
 
 def main() -> None:
@@ -89,6 +110,7 @@ def main() -> None:
             ops.image_table_to_half(images.view(-1), table, (30, 64))
     ops.image_table_to_half(images.view(-1), table, (30, 61))
     patches()
+    norms()
     x = torch.randn(40003, device="cuda").to(torch.bfloat16)
     for way in GELU_DROPOUT_WAYS:
         with variants.forced("gelu_dropout", way):
