@@ -116,8 +116,9 @@ def test_every_scattering_kernel_equals_the_reference_with_and_without_clearing(
     [
         ("u8", False, None),
         ("u8", False, "strips walk 8"),
+        ("u8", False, "words walk 9"),
         ("bf16", True, None),
-        ("bf16", True, "tiles 8 walk 5"),
+        ("bf16", True, "tiles 8 walk 6"),
         ("bf16", True, "tiles 4 walk 10"),
     ],
 )
@@ -149,7 +150,7 @@ def test_images_whose_rows_are_not_multiples_of_the_access_are_gathered_too():
     wide = torch.randint(0, 256, (14, 43, 3), dtype=torch.uint8)
     origins = torch.arange(3).mul(42)
     table = torch.stack([origins, *(torch.full((3,), v) for v in (129, 3, 1))], 1)
-    for way in ("strips", "runs"):
+    for way in ("strips", "words min 12", "runs"):
         with (
             simulated_gpu(),
             variants.forced(patch_launch.gather_job("u8", "bf16", 14, last=True, planar=False), way),
@@ -157,6 +158,28 @@ def test_images_whose_rows_are_not_multiples_of_the_access_are_gathered_too():
             form = (14, True, False, HALF, HALF, BF16, False)
             got = patch_launch.rows_cuda(wide.view(-1), table, None, *form)
         assert torch.equal(got, patch_reference.rows(wide.view(-1), table, None, *form))
+
+
+@pytest.mark.parametrize("way", ["words min 12", "words walk 9"])
+@pytest.mark.parametrize("start", [0, 2, 6, 3])
+def test_lines_are_read_as_words_where_patches_lie_side_by_side(way, start, monkeypatch):
+    # Lines of 840 bytes are whole words; 20 patches a line leave tiles that go around its end.
+    monkeypatch.setattr(
+        patch_plan, "_walking", lambda spec, blocks, _: min(blocks, 2) if spec.options["walk"] else blocks
+    )
+    table = ops.patch_table([(28, 14 * 20)], 14, planar=False, start=start)
+    pixels = pixels_of("u8", start + 28 * 14 * 20 * 3)
+    mask = torch.ones(table.shape[0], dtype=torch.bool)
+    mask[[4, 9, 10, 11, 39]] = False
+    form = (14, True, False, HALF, HALF, BF16, False)
+    for keep in (None, mask):
+        with (
+            simulated_gpu(seed=4),
+            variants.forced(patch_launch.gather_job("u8", "bf16", 14, last=True, planar=False), way),
+        ):
+            got = patch_launch.rows_cuda(pixels, table, keep, *form)
+        want = patch_reference.rows(pixels, table, keep, *form)
+        assert float((got.float() - want.float()).abs().max()) <= 2**-8
 
 
 def test_a_backward_without_gradient_alignment_falls_back():

@@ -58,28 +58,30 @@ def padded_length(patch: int, channels: int = CHANNELS) -> int:
     return -(-patch * patch * channels // 8) * 8
 
 
-def _tile_ways(code: str) -> tuple[str, ...]:
+def _tile_ways(code: str, *, dense: bool) -> tuple[str, ...]:
     # Float32 takes twice the shared memory. "walk": a fixed grid, the next tile read ahead. "min": blocks
     # that must fit on a multiprocessor: 14 addresses at once cost the registers of as many more warps.
     if code == "f32":
         return "tiles 8", "tiles 4"
-    walks = ("tiles 8 walk 6", "tiles 8 walk 5", "tiles 16 walk 3", "tiles 4 walk 10")
-    return ("tiles 8", "tiles 16", "tiles 8 min 7", "tiles 4 min 12", *walks)
+    ways = ("tiles 8", "tiles 16", "tiles 8 min 7", "tiles 4 min 12", "tiles 8 walk 6", "tiles 4 walk 10")
+    return (*ways, "tiles 8 min 10") if dense else ways
 
 
 def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
     """Return the kernels that gather patches of this kind, the default first; see ``variants``."""
     if x == "u8" and last and not planar:
-        strips = ("strips", "strips min 8", "strips min 10", "strips walk 8")
-        return (*strips, "runs") if patch % 8 else ("vectors", "runs", "strips")
+        strips = ("strips", "strips min 10", "strips walk 8")
+        words = ("words min 12", "words min 14", "words walk 9")
+        return (*strips, *words, "runs") if patch % 8 else ("vectors", "runs", "strips")
     if x == y and planar != last:
-        return _tile_ways(y)
+        # Lines of 14 take more registers than so many blocks leave.
+        return _tile_ways(y, dense=planar and patch % 8 == 0)
     return ("rows",)
 
 
 def scatter_ways(g: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
     """Return the kernels that scatter gradients of this kind, the default first."""
-    return _tile_ways(y) if g == y and planar != last else ("rows",)
+    return _tile_ways(y, dense=planar) if g == y and planar != last else ("rows",)
 
 
 def tile_of(way: str) -> int:
@@ -101,10 +103,10 @@ def _tile_block(y: str, patch: int, tile: int) -> int:
 def rows_spec(x: str, y: str, patch: int, way: str, *, last: bool, planar: bool, masked: bool) -> KernelSpec:
     """Return the specification of a gathering kernel; `way` is one of :func:`gather_ways`."""
     common: dict[str, Option] = {"y": y, "patch": patch, "masked": masked}
-    if way.startswith("strips"):
+    if way.startswith(("strips", "words")):
         options = {**common, "tile": _STRIP[patch], "walk": "walk" in way}
         return KernelSpec(
-            module="patch_bytes", maker="patch_strips", options=options, arguments=_ROWS_ARGUMENTS,
+            module="patch_bytes", maker=f"patch_{way.split()[0]}", options=options, arguments=_ROWS_ARGUMENTS,
             block=_STRIP_BLOCK, min_blocks=_fitting(way),
         )  # fmt: skip
     if way in ("runs", "vectors"):
@@ -146,7 +148,7 @@ def gather_blocks(spec: KernelSpec, patches: int, processors: int) -> int:
     """Return the number of blocks of a gathering kernel on a device of so many multiprocessors."""
     if spec.maker == "patch_tiles":
         return _walking(spec, -(-patches // int(spec.options["tile"])), processors)
-    if spec.maker == "patch_strips":
+    if spec.maker in ("patch_strips", "patch_words"):
         return _walking(spec, -(-patches // (int(spec.options["tile"]) * (spec.block // _WARP))), processors)
     if spec.maker == "patch_vectors":
         return -(-patches // (spec.block // _WARP))

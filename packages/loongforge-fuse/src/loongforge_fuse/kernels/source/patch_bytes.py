@@ -276,3 +276,123 @@ def patch_strips(*, y: str, patch: int, masked: bool, tile: int, walk: bool, blo
             first += stride
 
     return kernel
+
+
+@cuda.jit(device=True, inline="always")
+def joined_window(pin, table, mask, masked, first, patches, tile, run):
+    """Return (origin, row step) of `tile` patches that lie side by side in one image on words of 4 bytes,
+    all of them wanted; an origin of -1 where they do not.
+    """
+    origin = int64(-1)
+    step = int64(0)
+    if first + tile <= patches:
+        start = load_i64(table, 4 * first)
+        step = load_i64(table, 4 * first + 1)
+        good = start >= 0 and (step & 3) == 0 and (misalignment(pin, start) & 1) == 0
+        for p in range(1, tile):
+            good = good and load_i64(table, 4 * (first + p)) == start + p * run
+            good = good and load_i64(table, 4 * (first + p) + 1) == step
+        if masked:
+            for p in range(tile):
+                good = good and load_u8(mask, first + p) != 0
+        if good:
+            origin = start
+    return origin, step
+
+
+def patch_words(*, y: str, patch: int, masked: bool, tile: int, walk: bool, block: int) -> Kernel:
+    """Kernel like :func:`patch_strips` that reads a line of the whole tile as one word a lane.
+
+    `tile` patches of 14 pixels side by side are 126 bytes: 32 aligned words hold them wherever they begin.
+    That is half the loads, and half the registers for what is under way. Tiles that do not lie side by side
+    are read pair by pair, as they are stored.
+    """
+    store, expand, load2 = STORE[y, 8], EXPAND["u8", 8], SHARED_LOAD[2]
+    run = patch * CHANNELS
+    pairs = run // 2
+    length = patch * run
+    per_row = -(-length // 8)
+    spare = length % 8
+    rounds = -(-per_row // 32)
+    row_words = 2 * per_row
+    warps = block // 32
+    slots = warps * tile * row_words
+
+    def kernel(pin, table, mask, pout, patches, a0, a1, a2, b0, b1, b2):
+        scratch = cuda.shared.array(slots, uint32, alignment=16)
+        raw = cuda.local.array(patch, uint32)
+        words = cuda.local.array(2, uint32)
+        v = cuda.local.array(8, float32)
+        a = cuda.local.array(3, float32)
+        b = cuda.local.array(3, float32)
+        lane = int64(cuda.threadIdx.x & 31)
+        warp = int64(cuda.threadIdx.x >> 5)
+        first = (int64(cuda.blockIdx.x) * warps + warp) * tile
+        stride = int64(cuda.gridDim.x) * (warps * tile)
+        mine = warp * tile * row_words
+        phase = uint32(uint32(2 * lane) % uint32(CHANNELS))
+        rotate(a, phase, a0, a1, a2)
+        rotate(b, phase, b0, b1, b2)
+        for k in range(patch):
+            raw[k] = uint32(0)
+        origin, step = joined_window(pin, table, mask, masked, first, patches, tile, run)
+        if origin >= 0:
+            at = origin - (misalignment(pin, origin) & 3) + 4 * lane
+            for k in range(patch):
+                raw[k] = load_word(pin, at + k * step)
+        alive = True
+        while alive:
+            if origin >= 0:
+                half = int32((misalignment(pin, origin) & 3) >> 1)
+                for s in range(2):
+                    pair = int32(2 * lane) + int32(s) - half
+                    if pair >= 0 and pair < tile * pairs:
+                        which = uint32(uint32(pair) // uint32(pairs))
+                        column = uint32(uint32(pair) - which * uint32(pairs))
+                        to = 2 * (mine + int64(which) * row_words) + int64(column)
+                        for k in range(patch):
+                            shared_store_u16(scratch, to + k * pairs, uint32(raw[k] >> uint32(16 * s)))
+            elif lane < pairs:
+                for p in range(tile):
+                    start = int64(-1)
+                    if first + p < patches:
+                        start = patch_origin(table, mask, first + p, masked)
+                    if start >= 0:
+                        row_step = load_i64(table, 4 * (first + p) + 1)
+                        to = 2 * (mine + p * row_words) + lane
+                        for k in range(patch):
+                            low = uint32(load_u8(pin, start + 2 * lane + k * row_step))
+                            high = uint32(load_u8(pin, start + 2 * lane + k * row_step + 1))
+                            shared_store_u16(scratch, to + k * pairs, low | uint32(high << uint32(8)))
+            if spare > 0 and lane < tile:
+                scratch[mine + lane * row_words + row_words - 1] = uint32(0)
+            cuda.syncwarp()
+            alive = walk and first + stride < patches
+            if alive:
+                origin, step = joined_window(pin, table, mask, masked, first + stride, patches, tile, run)
+                if origin >= 0:
+                    at = origin - (misalignment(pin, origin) & 3) + 4 * lane
+                    for k in range(patch):
+                        raw[k] = load_word(pin, at + k * step)
+            for p in range(tile):
+                row = first + p
+                if row < patches:
+                    live = patch_origin(table, mask, row, masked) >= 0
+                    for j in range(rounds):
+                        if lane + 32 * j < per_row:
+                            for e in range(8):
+                                v[e] = float32(0.0)
+                            if live:
+                                load2(scratch, (mine + p * row_words) // 2 + lane + 32 * j, words, 0)
+                                expand(words, 0, v, 0)
+                                for e in range(8):
+                                    v[e] = v[e] * a[(j + e) % CHANNELS] + b[(j + e) % CHANNELS]
+                                if spare > 0 and j == rounds - 1 and lane + 32 * j == per_row - 1:
+                                    for e in range(spare, 8):
+                                        v[e] = float32(0.0)
+                            store(pout, row * per_row + lane + 32 * j, v, 0)
+            if alive:
+                cuda.syncwarp()
+            first += stride
+
+    return kernel
