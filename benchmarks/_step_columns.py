@@ -64,7 +64,7 @@ INDUCTOR: Mapping[str, Mapping[str, object]] = {
     "multi": {"triton.multi_kernel": 1},
     "descent": {"coordinate_descent_tuning": True},
 }
-OPTIONS = {"adam", "masters", "ops", "fp8", "join", "plain", "ahead", "first", *ATTENTION, *INDUCTOR}
+OPTIONS = {"adam", "masters", "ops", "fp8", "join", "plain", "ahead", "split", "first", *ATTENTION, *INDUCTOR}
 
 Step = Callable[[], Tensor]
 
@@ -245,6 +245,7 @@ def graph_step(
     optimizer: torch.optim.Optimizer | None = None,
     ahead: bool = False,
     spare: int = 0,
+    split: bool = False,
     priority: int = 0,
 ) -> Step:
     """Graphed steps, clip and optimizer inside the graph.
@@ -266,9 +267,15 @@ def graph_step(
     stack.callback(runner.release)
     early = None
     if ahead:
-        early = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None, spare_sms=spare)
+        early = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None, spare_sms=spare, split=split)
         stack.callback(early.release)
     under_way: Ahead | None = None
+
+    def before_optimizer() -> None:
+        if under_way is not None:
+            under_way.finish()
+
+    runner.before_optimizer = before_optimizer
     fuser = MicroBatchFuser(model, FusionConfig(fusion_batch_size=factor), executor=runner)
     tries = 0
 
@@ -355,6 +362,7 @@ def _ours(
         optimizer=optimizer,
         ahead="ahead" in options,
         spare=spare[0] if spare else 0,
+        split="split" in options,
         priority=-1 if "first" in options else 0,
     )
     return Column(step=step, facts=facts, half=masters)

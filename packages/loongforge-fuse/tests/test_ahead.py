@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from loongforge_fuse import FrozenAhead, FusionConfig, GraphRunner, MicroBatchFuser
-from loongforge_fuse.graphs.ahead import _rows
+from loongforge_fuse import FrozenAhead, FusedAdamW, FusionConfig, GraphRunner, MicroBatchFuser
+from loongforge_fuse.graphs.frozen_graphs import describe_rows
 from loongforge_fuse.graphs.multiprocessors import leaving_free
 from loongforge_fuse.testing import TinyVLA
 
@@ -27,15 +27,18 @@ def train(place, model, batches, *, ahead=None, graph=True):
             under_way = ahead.start(batches[min(number + 1, len(batches) - 1)])
         optimizer.zero_grad()
         losses.append(fuser.run(window, drawn=True).loss.item())
+        if under_way is not None:
+            under_way.finish()
         optimizer.step()
     return losses, runner
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("graph", [False, True])
-def test_training_with_the_frozen_part_ahead_gives_the_same_weights(place, graph):
+def test_training_with_the_frozen_part_ahead_gives_the_same_weights(place, graph, split):
     ours, theirs = place.pair()
     batches = windows(place, ours, 8)
-    ahead = FrozenAhead(ours)
+    ahead = FrozenAhead(ours, split=split)
     losses, runner = train(place, ours, batches, ahead=ahead, graph=graph)
     expected, _ = train(place, theirs, batches, graph=graph)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -178,4 +181,50 @@ def test_multiprocessors_left_free_are_a_matter_of_the_frozen_part_alone():
 
 def test_nested_tensors_have_no_graph():
     batch = {"x": torch.zeros(2, 3), "images": [torch.zeros(3, 4, 4), torch.zeros(3, 8, 8)]}
-    assert _rows(batch) is None
+    assert describe_rows(batch) is None
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_two_windows_under_way_at_once_do_not_mix(place, split):
+    model, _ = place.pair()
+    ahead = FrozenAhead(model, split=split)
+    batches = windows(place, model, 6)
+    for window in batches[:3]:
+        ahead.start(window).take()
+    started = [ahead.start(window) for window in batches[3:]]
+    for one, window in zip(started, batches[3:], strict=True):
+        for taken, plain in zip(one.take(), window, strict=True):
+            torch.testing.assert_close(model(taken)["loss"], model(plain)["loss"])
+
+
+def run_split(place, model, batches, *, early):
+    """Train with the optimizer in the graph; return losses and how often the frozen part was finished."""
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = place.config(gradients="overwrite", zero_in_graph=True, max_norm=1.0)
+    runner = GraphRunner(model, config, optimizer=optimizer)
+    fuser = MicroBatchFuser(model, FusionConfig(fusion_batch_size=2), executor=runner)
+    ahead = FrozenAhead(model, split=True)
+    waiting = [ahead.start(batches[0])]
+    calls, losses = [], []
+
+    def between():
+        calls.append(len(waiting))
+        waiting[-1].finish()
+
+    runner.before_optimizer = between if early else None
+    for number, window in enumerate(batches):
+        taken = waiting.pop().take() if early else window
+        if early:
+            waiting.append(ahead.start(batches[min(number + 1, len(batches) - 1)]))
+        losses.append(fuser.run(taken, drawn=True).loss.item())
+    return losses, calls
+
+
+def test_what_was_split_off_runs_between_backward_and_optimizer(place):
+    ours, theirs = place.pair()
+    batches = windows(place, ours, 6)
+    losses, calls = run_split(place, ours, batches, early=True)
+    expected, _ = run_split(place, theirs, batches, early=False)
+    assert calls
+    assert losses == pytest.approx(expected, rel=1e-5)
+    place.same_weights(ours, theirs)

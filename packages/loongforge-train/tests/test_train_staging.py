@@ -85,7 +85,7 @@ class Counting:
             self.events.append(("take", number))
             return [{**batch, "frozen": number} for batch in window]
 
-        return SimpleNamespace(take=take)
+        return SimpleNamespace(take=take, finish=lambda: self.events.append(("finish", number)))
 
     def stats(self) -> Counting:
         return self
@@ -166,6 +166,19 @@ def test_a_group_is_started_before_the_one_before_it_is_handed_out() -> None:
     assert ahead.events[:5] == [("start", 4), ("start", 4), ("take", 1), ("start", 4), ("take", 2)]
     assert ahead.events[-3:] == [("start", 2), ("take", 6), ("take", 7)]
     assert loader.stats()["frozen_ahead"] == 7
+
+
+def test_a_step_finishes_the_coming_group_before_its_optimizer(tmp_path: Path) -> None:
+    ahead = Counting()
+    config = TrainConfig(
+        output=str(tmp_path), steps=3, accumulation=4, control=False, checkpoint=CheckpointConfig(every=0)
+    )
+    model = ToyModel()
+    source = BatchSource(staged(model, plan=AheadPlan(ahead=ahead, group=4)), fingerprint="toy")
+    Session(config, build_parts(config, model, source, Ranks(rank=0, world_size=1, device=CPU))).train()
+    assert [event for event in ahead.events if event[0] != "start"] == [
+        ("take", 1), ("finish", 2), ("take", 2), ("finish", 3), ("take", 3), ("finish", 4)
+    ]  # fmt: skip
 
 
 def test_a_new_epoch_amid_an_epoch_begins_where_the_steps_are() -> None:

@@ -51,6 +51,22 @@ class FrozenPrefix(Protocol):
         ...
 
 
+@runtime_checkable
+class SplitFrozenPrefix(FrozenPrefix, Protocol):
+    """A frozen part in two: its end, worth about an optimizer step, can run beside that.
+
+    ``finish_frozen({**batch, **begin_frozen(batch)})`` must give what ``run_frozen(batch)`` gives.
+    """
+
+    def begin_frozen(self, batch: Batch, /) -> Mapping[str, Tensor]:
+        """Return what the end needs, one row per sample; empty for a batch it cannot take."""
+        ...
+
+    def finish_frozen(self, batch: Batch, /) -> Mapping[str, Tensor]:
+        """Return the part's results from a batch with what :meth:`begin_frozen` returned."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleLosses:
     """Losses of one forward pass, split as far as the model allows.

@@ -64,9 +64,16 @@ class TinyVLA(nn.Module):
 
     def run_frozen(self, batch: Batch) -> dict[str, Tensor]:
         """Return the encoded image and text tokens as ``seen`` (B, patches + T, width)."""
+        return self.finish_frozen(self.begin_frozen(batch))
+
+    def begin_frozen(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the tokens before their encoding, under the same name."""
         images, text = _tensor(batch, "images"), _tensor(batch, "text")
-        tokens = torch.cat([self.patch(images).flatten(2).transpose(1, 2), text], dim=1)
-        return {"seen": self.frozen(tokens)}
+        return {"seen": torch.cat([self.patch(images).flatten(2).transpose(1, 2), text], dim=1)}
+
+    def finish_frozen(self, batch: Batch) -> dict[str, Tensor]:
+        """Encode the tokens."""
+        return {"seen": self.frozen(_tensor(batch, "seen"))}
 
     def frozen_inputs(self, batch: Batch) -> list[str]:
         """Return the entries that only the frozen prefix reads."""

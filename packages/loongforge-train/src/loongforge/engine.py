@@ -58,6 +58,8 @@ class Parts:
     scaler: torch.amp.GradScaler | None = None
     average: WeightAverage | None = None
     drop_ragged: bool = False
+    before_optimizer: Callable[[], object] = lambda: None
+    """Called between backward and optimizer: starts work that should run beside the optimizer."""
     documents: dict[str, str] = field(default_factory=dict)
     """JSON texts by file name that travel in the checkpoint, such as the module dependency graph."""
     keep_gradients: bool = False
@@ -107,6 +109,7 @@ class StepEngine:
                 batches = [self._to_device(batch) for batch in window]
             window = [host_of(batch) for batch in window]
             outcome = self._forward_backward(batches, clock, agreed)
+            parts.before_optimizer()
             with clock.phase("comm"):
                 parts.parallel.finish()
             with clock.phase("optimizer"):

@@ -126,7 +126,10 @@ def plan_ahead(config: TrainConfig, model: nn.Module, ranks: Ranks) -> AheadPlan
         return None
     fuse = require("loongforge_fuse", "loongforge-fuse", "use --no-graph")
     ahead = fuse.FrozenAhead(  # type: ignore[attr-defined]
-        model, autocast=AUTOCAST[config.precision], hooks="refuse" if has_hooks(model) else "allow"
+        model,
+        autocast=AUTOCAST[config.precision],
+        hooks="refuse" if has_hooks(model) else "allow",
+        split=True,
     )
     if ahead.reason is not None:
         log.info("the frozen part stays in its step: %s", ahead.reason)

@@ -35,6 +35,10 @@ class AheadCounters(Protocol):
 class Started(Protocol):
     """A group of micro-batches whose frozen part is under way."""
 
+    def finish(self) -> None:
+        """Start what was left for the time of an optimizer step."""
+        ...
+
     def take(self) -> list[Mapping[str, object]]:
         """Return the micro-batches for their step."""
         ...
@@ -168,6 +172,7 @@ class StagedLoader:
         self._plan = plan
         self._state: dict[str, object] | None = None
         self._generation = 0
+        self._under_way: Started | None = None
 
     def __iter__(self) -> Iterator[object]:
         self._generation += 1
@@ -191,12 +196,28 @@ class StagedLoader:
         """Hand out each group after the next one's frozen part was started, which runs beside its step."""
         before: Callable[[], list[_Entry]] | None = None
         for group in _grouped(self._entries(), plan.group):
-            started = _start(plan.ahead, group)
+            started = self._start(plan.ahead, group)
             if before is not None:
                 yield from before()
             before = started
+        self._under_way = None
         if before is not None:
             yield from before()
+
+    def _start(self, ahead: Startable, group: list[_Entry]) -> Callable[[], list[_Entry]]:
+        """Start the frozen part of a group; return what hands its entries out."""
+        batches = [entry.device for entry in group if isinstance(entry.device, Mapping)]
+        if len(batches) != len(group):
+            return lambda: group
+        started = self._under_way = ahead.start(batches)
+        return lambda: [
+            replace(entry, device=batch) for entry, batch in zip(group, started.take(), strict=True)
+        ]
+
+    def before_optimizer(self) -> None:
+        """Start what a coming group left for the time of the optimizer; called in every step."""
+        if self._under_way is not None:
+            self._under_way.finish()
 
     def __len__(self) -> int:
         return len(self._prefetcher)  # type: ignore[arg-type]
@@ -243,15 +264,6 @@ class StagedLoader:
 def _grouped(entries: Iterator[_Entry], size: int) -> Iterator[list[_Entry]]:
     while group := list(itertools.islice(entries, size)):
         yield group
-
-
-def _start(ahead: Startable, group: list[_Entry]) -> Callable[[], list[_Entry]]:
-    """Start the frozen part of a group; return what hands its entries out."""
-    batches = [entry.device for entry in group if isinstance(entry.device, Mapping)]
-    if len(batches) != len(group):
-        return lambda: group
-    started = ahead.start(batches)
-    return lambda: [replace(entry, device=batch) for entry, batch in zip(group, started.take(), strict=True)]
 
 
 def stage(

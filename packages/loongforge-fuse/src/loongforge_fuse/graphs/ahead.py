@@ -7,9 +7,8 @@ one. The numbers are the same, since a step changes nothing that the frozen part
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from loongforge_fuse.fusion.batch import JoinError, join
-from loongforge_fuse.graphs.backend import CudaBackend, Outputs, Recorded
-from loongforge_fuse.graphs.key import is_constant
-from loongforge_fuse.graphs.multiprocessors import leaving_free
-from loongforge_fuse.graphs.passes import numeric_modes
-from loongforge_fuse.graphs.pointers import ModelPointers, PointerSnapshot
+from loongforge_fuse.graphs.backend import CudaBackend
+from loongforge_fuse.graphs.frozen_graphs import FrozenGraphs, FrozenWork, Made
+from loongforge_fuse.graphs.pointers import ModelPointers
 from loongforge_fuse.graphs.reasons import AheadReason
 from loongforge_fuse.protocol import Batch, FrozenPrefix, batch_size, unwrap
 
@@ -32,9 +29,10 @@ class AheadStats:
 
     Attributes:
         started: Batches (or joined windows) whose frozen part was started ahead.
-        replays: Those that were one graph replay.
-        captures: Graphs captured.
-        discarded: Results that were not used because weights changed in between; they were computed anew.
+        replays: Those that were graph replays.
+        captures: Shapes captured.
+        discarded: Windows whose results were not used because weights changed in between; they are computed
+            in their step.
         inline: Batches left to their step, by reason code.
         graph_bytes: Device memory of the graphs.
         failures: Errors of captures; the shapes run without a graph.
@@ -50,43 +48,75 @@ class AheadStats:
 
 
 class Ahead:
-    """A window whose frozen part is under way.
-
-    Args:
-        window: The micro-batches as they came.
-        ready: Returns the micro-batches with the frozen part in them, once the current stream may read it.
-        valid: Whether what was computed still belongs to the present weights.
-        again: Called instead of ``ready`` when it does not.
-    """
+    """A window whose frozen part is under way. Made by :meth:`FrozenAhead.start`."""
 
     def __init__(
         self,
-        ready: Callable[[], list[Batch]],
+        window: Sequence[Batch],
+        pending: Sequence[_Pending] = (),
         *,
+        merge: Callable[[Batch, Made], Batch] | None = None,
         valid: Callable[[], bool] = lambda: True,
-        again: Callable[[], list[Batch]] | None = None,
     ) -> None:
-        self._ready = ready
-        self._valid = valid
-        self._again = again
+        self._window, self._pending, self._merge, self._valid = window, pending, merge, valid
+
+    def finish(self) -> None:
+        """Start what a split left over, behind what the current stream holds now. May be called twice."""
+        for one in self._pending:
+            one.finish()
 
     def take(self) -> list[Batch]:
         """Return the micro-batches for their step; the current stream waits, the host does not."""
-        if self._again is not None and not self._valid():
-            return self._again()
-        return self._ready()
+        self.finish()
+        if self._merge is None or not self._valid():
+            return list(self._window)
+        made = [part for one in self._pending for part in one.take()]
+        return [self._merge(batch, part) for batch, part in zip(self._window, made, strict=True)]
 
 
-@dataclass(kw_only=True)
-class _Recording:
-    """A captured frozen part: static rows in, static rows out."""
+class _Pending:
+    """One batch whose frozen part runs on its stream; splits its results by micro-batch.
 
-    rows: int
-    inputs: dict[str, Tensor]
-    names: tuple[str, ...]
-    recorded: Recorded
-    pointers: PointerSnapshot
-    bytes: int
+    Args:
+        stream: The stream, or None where everything was done at once.
+        rest: Replays the rest and returns the results.
+        sizes: Samples of each micro-batch.
+    """
+
+    def __init__(
+        self, stream: torch.cuda.Stream | None, rest: Callable[[], Made], sizes: Sequence[int]
+    ) -> None:
+        self._stream, self._sizes = stream, sizes
+        self._rest: Callable[[], Made] | None = rest
+        self._made: Made = {}
+        self._done: torch.cuda.Event | None = None
+
+    def finish(self, *, waiting: bool = True) -> None:
+        """Run the rest; ``waiting``: behind what the current stream holds."""
+        rest, self._rest = self._rest, None
+        if rest is None:
+            return
+        if self._stream is None:
+            self._made = rest()
+            return
+        if waiting:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._made = rest()
+        self._done = self._stream.record_event()
+
+    def take(self) -> list[Made]:
+        """Return the results; the current stream waits for them."""
+        if self._stream is not None and self._done is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            current.wait_event(self._done)
+            for tensor in self._made.values():
+                tensor.record_stream(current)
+        made, sizes = self._made, list(self._sizes)
+        if len(sizes) == 1 or not made:
+            return [made for _ in sizes]
+        parts = {name: torch.split(value, sizes) for name, value in made.items()}
+        return [{name: values[i] for name, values in parts.items()} for i in range(len(sizes))]
 
 
 class FrozenAhead:
@@ -100,9 +130,12 @@ class FrozenAhead:
         model: The model; wrappers are looked through.
         autocast: Dtype of the autocast under which the model's steps run. Default none.
         warmup_steps: Passes of a shape without a graph before its capture. Default 2.
-        max_graphs: Graphs kept; the least recently used goes first. Default 4.
+        max_graphs: Shapes kept; the least recently used goes first. Default 4.
         hooks: ``"refuse"``: with module hooks in the frozen part everything is left to the step, since a
             replay runs no Python code. ``"allow"``: hooks may run at capture only. Default ``"refuse"``.
+        split: The caller calls :meth:`Ahead.finish` between a step's backward and its optimizer; the end of
+            the frozen part of a :class:`~loongforge_fuse.protocol.SplitFrozenPrefix` then runs beside the
+            optimizer, whose memory traffic leaves the arithmetic units idle. Default False.
         spare_sms: Multiprocessors that matrix products of the frozen part leave to the step, so that its
             small kernels need not wait for a large one to end. Other kernels of the library may be chosen
             then, which round in another order. Without effect where this torch cannot say so. Default 0.
@@ -119,6 +152,7 @@ class FrozenAhead:
         warmup_steps: int = 2,
         max_graphs: int = 4,
         hooks: Literal["refuse", "allow"] = "refuse",
+        split: bool = False,
         spare_sms: int = 0,
     ) -> None:
         if spare_sms < 0:
@@ -132,20 +166,31 @@ class FrozenAhead:
             raise ValueError(message)
         inner = unwrap(model)
         self._model = inner if isinstance(inner, FrozenPrefix) else None
-        self._autocast = autocast
-        self._warmup, self._most, self._hooks = warmup_steps, max_graphs, hooks
-        self._spare = spare_sms
+        self._hooks = hooks
         self._frozen = nn.ModuleList(self._modules())
+        device = next((p.device for p in self._frozen.parameters()), torch.device("cpu"))
         self._pointers = ModelPointers(self._frozen)
-        self._device = next((p.device for p in self._frozen.parameters()), torch.device("cpu"))
-        self._backend = CudaBackend(self._device) if self._device.type == "cuda" else None
-        self._seen: Counter[Hashable] = Counter()
-        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
-        self._failures: dict[Hashable, str] = {}
+        self._work: FrozenWork | None = None
+        self._graphs: FrozenGraphs | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if self._model is not None:
+            self._work = FrozenWork(
+                model=self._model,
+                device_type=device.type,
+                autocast=autocast,
+                spare_sms=spare_sms,
+                split=split,
+            )
+        if self._work is not None and device.type == "cuda":
+            backend = CudaBackend(device)
+            self._stream = backend.stream
+            self._graphs = FrozenGraphs(
+                self._work, backend, self._pointers, warmup_steps=warmup_steps, max_graphs=max_graphs
+            )
+        self._open: _Pending | None = None
         self._inline: Counter[str] = Counter()
-        self._started = self._replays = self._captures = self._discarded = 0
+        self._started = self._discarded = 0
 
-    # -- what the caller sees ------------------------------------------------------------------------------
     @property
     def reason(self) -> AheadReason | None:
         """Why nothing can be run ahead for this model as it is now, or None."""
@@ -159,20 +204,6 @@ class FrozenAhead:
             return AheadReason.HOOKS
         return None
 
-    def _modules(self) -> list[nn.Module]:
-        return list(self._model.frozen_modules()) if self._model is not None else []
-
-    def _look_again(self) -> None:
-        """Take in modules of the frozen part that came or went."""
-        now = self._modules()
-        same = len(now) == len(self._frozen) and all(a is b for a, b in zip(now, self._frozen, strict=True))
-        if same and all(self._pointers.changed(r.pointers) != "modules" for r in self._recordings.values()):
-            return
-        for key in list(self._recordings):
-            self._drop(key)
-        self._frozen = nn.ModuleList(now)
-        self._pointers = ModelPointers(self._frozen)
-
     def start(self, window: Sequence[Batch]) -> Ahead:
         """Start the frozen part of micro-batches on the device; equal shapes run as one batch.
 
@@ -184,94 +215,84 @@ class FrozenAhead:
         """
         self._look_again()
         reason = self.reason
-        if reason is not None:
-            return self._left(window, reason)
+        if reason is not None or self._work is None:
+            self._inline[str(reason)] += len(window)
+            return Ahead(window)
         parts: list[Sequence[Batch]]
         try:
             parts, joined = [window], [join(window).batch if len(window) > 1 else window[0]]
         except JoinError:
             parts, joined = [[batch] for batch in window], list(window)
         pending = [
-            self._start(batch, sizes=[batch_size(b) for b in part])
+            self._start(self._work, batch, [batch_size(b) for b in part])
             for batch, part in zip(joined, parts, strict=True)
         ]
         version = self._version()
 
-        def ready() -> list[Batch]:
-            return [
-                self._merged(batch, made)
-                for part, take in zip(parts, pending, strict=True)
-                for batch, made in zip(part, take(), strict=True)
-            ]
+        def valid() -> bool:
+            same = self._version() == version
+            self._discarded += not same
+            return same
 
-        def again() -> list[Batch]:
-            self._discarded += 1
-            return list(window)
-
-        return Ahead(ready, valid=lambda: self._version() == version, again=again)
+        return Ahead(window, pending, merge=self._merged, valid=valid)
 
     def stats(self) -> AheadStats:
         """Return the counters."""
+        graphs = self._graphs
         return AheadStats(
             started=self._started,
-            replays=self._replays,
-            captures=self._captures,
+            replays=0 if graphs is None else graphs.replays,
+            captures=0 if graphs is None else graphs.captures,
             discarded=self._discarded,
             inline=dict(self._inline),
-            graph_bytes=sum(r.bytes for r in self._recordings.values()),
-            failures=tuple(self._failures.values()),
+            graph_bytes=0 if graphs is None else graphs.bytes,
+            failures=() if graphs is None else tuple(graphs.failures.values()),
         )
 
     def release(self) -> None:
         """Give up the graphs and their memory. May be called twice; later batches are left to their step."""
-        for key in list(self._recordings):
-            self._drop(key)
-        self._model = None
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._model = self._work = self._open = None
 
-    # -- one batch -----------------------------------------------------------------------------------------
-    def _left(self, window: Sequence[Batch], reason: AheadReason) -> Ahead:
-        self._inline[str(reason)] += len(window)
-        return Ahead(lambda: list(window))
+    def _modules(self) -> list[nn.Module]:
+        return list(self._model.frozen_modules()) if self._model is not None else []
 
-    def _start(self, batch: Batch, *, sizes: Sequence[int]) -> Callable[[], list[Mapping[str, Tensor]]]:
-        """Start one batch; return what splits its results by micro-batch for the current stream."""
+    def _look_again(self) -> None:
+        """Take in modules of the frozen part that came or went."""
+        now = self._modules()
+        same = len(now) == len(self._frozen) and all(a is b for a, b in zip(now, self._frozen, strict=True))
+        if same and not (self._graphs is not None and self._graphs.modules_changed()):
+            return
+        self._frozen = nn.ModuleList(now)
+        self._pointers = ModelPointers(self._frozen)
+        if self._graphs is not None:
+            self._graphs.clear()
+            self._graphs.pointers = self._pointers
+
+    def _start(self, work: FrozenWork, batch: Batch, sizes: Sequence[int]) -> _Pending:
         self._started += 1
-        if self._backend is None:
-            made = self._run(batch)
-            return lambda: _split(made, sizes)
-        stream = self._backend.stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream = self._stream
+        if stream is None:
+            pending = _Pending(None, lambda: work.whole(batch), sizes)
+            pending.finish()
+            return pending
+        if self._open is not None:
+            # The graphs' tensors hold one batch at a time.
+            self._open.finish()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            replayed = self._replayed(batch)
-            made = self._run(batch) if replayed is None else replayed
+            rest = None if self._graphs is None else self._graphs.start(batch)
+        pending = _Pending(stream, rest or (lambda: work.whole(batch)), sizes)
+        if rest is None or not work.split:
+            pending.finish(waiting=False)
+        self._open = pending
         for value in batch.values():
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)
-        done = stream.record_event()
+        return pending
 
-        def take() -> list[Mapping[str, Tensor]]:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(done)
-            for tensor in made.values():
-                tensor.record_stream(current)
-            return _split(made, sizes)
-
-        return take
-
-    def _run(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Run the frozen part as it is; it never records a graph for a backward pass."""
-        if self._model is None:
-            return {}
-        spare = self._spare if self._backend is not None else 0
-        with torch.no_grad(), self._precision(), leaving_free(spare):
-            return {name: value.detach() for name, value in self._model.run_frozen(batch).items()}
-
-    def _precision(self) -> AbstractContextManager[object]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._autocast, cache_enabled=False)
-
-    def _merged(self, batch: Batch, made: Mapping[str, Tensor]) -> Batch:
+    def _merged(self, batch: Batch, made: Made) -> Batch:
         """Return a micro-batch with its frozen part, without the entries that only that part reads."""
         if self._model is None or not made:
             return batch
@@ -284,124 +305,3 @@ class FrozenAhead:
         # The version counter is the only sign of a change in place.
         values = tuple(t._version for t in tensors)  # noqa: SLF001
         return tuple(map(id, self._modules())), self._pointers.snapshot(), values
-
-    # -- graphs --------------------------------------------------------------------------------------------
-    def _replayed(self, batch: Batch) -> Mapping[str, Tensor] | None:
-        """Run a batch as a replay; None where it has no graph (yet). The graph's stream is current."""
-        described = _rows(batch)
-        if described is None:
-            self._failures[_NO_ROWS] = f"a batch {_NO_ROWS} has no graph: {sorted(batch)}"
-            return None
-        rows, tensors, key = described
-        key = (key, numeric_modes(self._device.type), self._autocast)
-        recording = self._usable(key, rows)
-        if recording is None:
-            self._seen[key] += 1
-            if key in self._failures or self._seen[key] <= self._warmup:
-                return None
-            recording = self._record(key, rows, batch, tensors)
-            if recording is None:
-                return None
-        self._recordings.move_to_end(key)
-        torch._foreach_copy_(
-            [recording.inputs[name][:rows] for name in tensors], list(tensors.values()), non_blocking=True
-        )
-        recording.recorded.replay()
-        self._replays += 1
-        # The next replay overwrites the graph's own tensors, and its step may not have begun by then.
-        return {
-            name: value[:rows].clone()
-            for name, value in zip(recording.names, recording.recorded.outputs, strict=True)
-        }
-
-    def _usable(self, key: Hashable, rows: int) -> _Recording | None:
-        """Return the recording of a shape when it has room and its weights are where they were."""
-        recording = self._recordings.get(key)
-        if recording is None:
-            return None
-        if recording.rows < rows or self._pointers.changed(recording.pointers) is not None:
-            self._drop(key)
-            return None
-        return recording
-
-    def _record(
-        self, key: Hashable, rows: int, batch: Batch, tensors: Mapping[str, Tensor]
-    ) -> _Recording | None:
-        backend, model = self._backend, self._model
-        if backend is None or model is None:
-            return None
-        while len(self._recordings) >= self._most:
-            self._drop(next(iter(self._recordings)))
-        inputs = {name: value.clone() for name, value in tensors.items()}
-        static = {k: inputs.get(k, v) for k, v in batch.items() if k in inputs or is_constant(v)}
-        names: list[str] = []
-
-        def work() -> Outputs:
-            made = self._run(static)
-            names[:] = made
-            return tuple(made.values())
-
-        try:
-            recorded = backend.capture(work, work)
-        except Exception as error:
-            self._failures[key] = f"{type(error).__name__}: {error}".splitlines()[0]
-            return None
-        if not names or any(value.dim() == 0 or value.shape[0] != rows for value in recorded.outputs):
-            self._failures[key] = f"run_frozen returned {names}; each must have one row per sample"
-            recorded.release()
-            return None
-        self._captures += 1
-        size = recorded.bytes + sum(t.numel() * t.element_size() for t in inputs.values())
-        recording = _Recording(
-            rows=rows,
-            inputs=inputs,
-            names=tuple(names),
-            recorded=recorded,
-            pointers=self._pointers.snapshot(),
-            bytes=size,
-        )
-        self._recordings[key] = recording
-        return recording
-
-    def _drop(self, key: Hashable) -> None:
-        self._recordings.pop(key).recorded.release()
-        self._seen[key] = 0
-        if not self._recordings and self._backend is not None:
-            self._backend.renew()
-
-
-_NO_ROWS = "with nested tensors or tensors without one row per sample on the GPU"
-
-
-def _rows(batch: Batch) -> tuple[int, dict[str, Tensor], Hashable] | None:
-    """Return rows, row tensors and shape key of a batch; None when it holds nested tensors."""
-    rows = batch_size(batch)
-    tensors: dict[str, Tensor] = {}
-    key: list[Hashable] = []
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            if value.dim() == 0 or value.shape[0] != rows or not value.is_cuda:
-                return None
-            tensors[name] = value
-            key.append((name, tuple(value.shape[1:]), value.dtype))
-        elif is_constant(value):
-            key.append((name, type(value).__name__, repr(value)))
-        elif isinstance(value, list | tuple | Mapping) and _holds_tensors(value):
-            return None
-    return rows, tensors, tuple(key)
-
-
-def _holds_tensors(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_tensors(item) for item in value)
-    return isinstance(value, Tensor)
-
-
-def _split(made: Mapping[str, Tensor], sizes: Sequence[int]) -> list[Mapping[str, Tensor]]:
-    """Split row tensors by micro-batch."""
-    if len(sizes) == 1 or not made:
-        return [made for _ in sizes]
-    parts = {name: torch.split(value, list(sizes)) for name, value in made.items()}
-    return [{name: values[i] for name, values in parts.items()} for i in range(len(sizes))]

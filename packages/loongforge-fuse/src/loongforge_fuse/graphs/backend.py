@@ -173,16 +173,20 @@ class Chain:
 
     Args:
         parts: The recordings, in order.
+        between: Called after the first one's replay.
     """
 
-    def __init__(self, *parts: Recorded) -> None:
+    def __init__(self, *parts: Recorded, between: Callable[[], None]) -> None:
         self._parts = parts
+        self._between = between
         self.outputs = parts[0].outputs
         self.bytes = sum(part.bytes for part in parts)
 
     def replay(self) -> None:
         """Replay all parts."""
-        for part in self._parts:
+        for number, part in enumerate(self._parts):
+            if number == 1:
+                self._between()
             part.replay()
 
     def release(self) -> None:

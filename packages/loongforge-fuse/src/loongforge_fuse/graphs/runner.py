@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 
 import torch
@@ -84,6 +84,9 @@ class GraphRunner:
         self._ledger = ShapeLedger(self.config.warmup_steps)
         self._count = PassCounters()
         self._held = 0
+        self.before_optimizer: Callable[[], None] | None = None
+        """Called between the replays of backward and optimizer, where these are two: with FusedAdamW and
+        ``gradients="overwrite"``. For work that should run beside the optimizer."""
 
     def _choose_backend(self, backend: Backend | None) -> tuple[Backend | None, GraphReason | None]:
         if self.config.mode == "off":
@@ -282,7 +285,12 @@ class GraphRunner:
             return recording
         self._pass.prime()
         step = self._pass.tail(recording.outputs)
-        return Chain(recording, backend.capture(step, lambda: (recording.outputs[0][1].clone(),)))
+        tail = backend.capture(step, lambda: (recording.outputs[0][1].clone(),))
+        return Chain(recording, tail, between=self._between)
+
+    def _between(self) -> None:
+        if self.before_optimizer is not None:
+            self.before_optimizer()
 
     def _within_cap(self, key: tuple[Hashable, ...]) -> tuple[GraphEntry | None, GraphReason | None]:
         """Evict the oldest recordings until the memory cap holds."""

@@ -122,23 +122,32 @@ class Backbone(nn.Module):
 
     def lower(self, batch: Batch) -> Tensor:
         """Return the hidden states (B, L, D) below the first trainable layer."""
-        config = self.config
-        decoder = self.model.language_model.model
-        first = config.first_trainable_layer
-        weight, grad = decoder.embed_tokens.weight, torch.is_grad_enabled()
+        return self.run_layers(self.embedded(batch), 0, self.config.first_trainable_layer)
+
+    def embedded(self, batch: Batch) -> Tensor:
+        """Return embedded tokens and encoded images (B, L, D)."""
+        weight = self.model.language_model.model.embed_tokens.weight
         # Where frozen weights are 16-bit already, autocast would only look at each of them again.
-        quiet = is_low_precision(weight)
-        record = grad and not config.work.frozen_without_autograd
+        quiet, grad = is_low_precision(weight), torch.is_grad_enabled()
         with (
             _autocast(weight.device, off=self.frozen_inputs and quiet),
-            torch.set_grad_enabled(record if self.frozen_inputs else grad),
+            torch.set_grad_enabled(grad and (self._record_frozen or not self.frozen_inputs)),
         ):
-            x = self.model.embed(batch)
+            return self.model.embed(batch)
+
+    def run_layers(self, x: Tensor, begin: int, end: int) -> Tensor:
+        """Run frozen decoder layers ``begin`` to ``end`` over hidden states (B, L, D)."""
+        decoder = self.model.language_model.model
+        weight, grad = decoder.embed_tokens.weight, torch.is_grad_enabled()
         with (
-            _autocast(weight.device, off=quiet and first > 0),
-            torch.set_grad_enabled(record if first else grad),
+            _autocast(weight.device, off=is_low_precision(weight) and end > 0),
+            torch.set_grad_enabled(grad and (self._record_frozen or not end)),
         ):
-            return decoder.run(x, list(decoder.layers)[:first])
+            return decoder.run(x, list(decoder.layers)[begin:end])
+
+    @property
+    def _record_frozen(self) -> bool:
+        return not self.config.work.frozen_without_autograd
 
     @property
     def frozen_inputs(self) -> bool:
@@ -226,9 +235,25 @@ class GrootModel(nn.Module):
 
         Empty for batches in another layout than collate's, whose token values the host would have to read.
         """
+        begun = self.begin_frozen(batch)
+        return self.finish_frozen({**batch, **begun}) if begun else {}
+
+    def begin_frozen(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the hidden states (B, L, D) up to the layers that :meth:`finish_frozen` runs."""
         if "text_index" not in batch or FROZEN_ROWS in batch:
             return {}
-        return {FROZEN_ROWS: self.backbone.lower(self.with_pixels(batch))}
+        x = self.backbone.embedded(self.with_pixels(batch))
+        return {FROZEN_ROWS: self.backbone.run_layers(x, 0, self._frozen_cut)}
+
+    def finish_frozen(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Run the last frozen decoder layers, about as long as an optimizer step takes."""
+        rows, last = tensor(batch, FROZEN_ROWS), self.config.first_trainable_layer
+        return {FROZEN_ROWS: self.backbone.run_layers(rows, self._frozen_cut, last)}
+
+    @property
+    def _frozen_cut(self) -> int:
+        """The first layer of the end: of 12 frozen layers the last 9 take 5 ms on an H200, AdamW as long."""
+        return self.config.first_trainable_layer // 4
 
     def frozen_inputs(self, batch: Batch) -> list[str]:
         """Return the entries with images and their augmentation."""
