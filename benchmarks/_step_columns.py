@@ -267,7 +267,8 @@ def graph_step(
     stack.callback(runner.release)
     early = None
     if ahead:
-        early = FrozenAhead(model, autocast=torch.bfloat16 if bench.autocast else None, spare_sms=spare, split=split)
+        kind = torch.bfloat16 if bench.autocast else None
+        early = FrozenAhead(model, autocast=kind, spare_sms=spare, split=split)
         stack.callback(early.release)
     under_way: Ahead | None = None
 

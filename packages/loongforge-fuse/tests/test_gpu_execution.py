@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from loongforge_fuse import Autotuner, TuneConfig, ops
 from loongforge_fuse.ops import tuning
 from loongforge_fuse.ops.checking import check_no_fallback, relative_error
 from loongforge_fuse.ops.elementwise import elementwise_spec
+from loongforge_fuse.patching.forwards import gelu_tanh_mlp
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -213,3 +215,27 @@ def test_tuning_decides_by_device_time_and_the_decision_is_used(tmp_path):
     finally:
         tuning.variants.reload()
     check_no_fallback()
+
+
+def test_a_vision_mlp_without_gradients_is_at_least_as_exact_as_the_eager_chain():
+    class MLP(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2 = torch.nn.Linear(1152, 4304), torch.nn.Linear(4304, 1152)
+
+        def forward(self, x):
+            return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+    torch.manual_seed(0)
+    wide = MLP().cuda().double()
+    mlp = copy.deepcopy(wide).to(torch.bfloat16)
+    for p, q in zip(wide.parameters(), mlp.parameters(), strict=True):
+        p.data = q.data.double()
+    x = torch.randn(3, 324, 1152, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = wide(x.double())
+        eager = (mlp(x).double() - expected).abs().mean()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as taken:
+            ours = (gelu_tanh_mlp(mlp, x).double() - expected).abs().mean()
+    assert ours <= eager * 1.02
+    assert not any("gelu_forward" in event.name for event in taken.events())

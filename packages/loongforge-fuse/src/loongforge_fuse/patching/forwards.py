@@ -64,7 +64,26 @@ def _rows(x: Tensor) -> Tensor:
 
 def gelu_tanh_mlp(module: Module, x: Tensor) -> Tensor:
     """fc2(gelu_tanh(fc1(x)))."""
-    return module.fc2(ops.gelu_tanh(module.fc1(x)))
+    first = module.fc1
+    if torch.is_grad_enabled() or not x.is_cuda or not _plain_linear(first, x):
+        return module.fc2(ops.gelu_tanh(first(x)))
+    # Nothing is kept for a backward pass, so the product may write the activation itself.
+    rows = torch._addmm_activation(  # noqa: SLF001 - cuBLASLt's epilogue has no public name
+        first.bias, x.flatten(0, -2), first.weight.t(), use_gelu=True
+    )
+    return module.fc2(rows.view(*x.shape[:-1], -1))
+
+
+def _plain_linear(module: Module, x: Tensor) -> bool:
+    """Whether calling a linear layer is one product with a bias of the input's 16-bit type."""
+    return (
+        type(module) is nn.Linear
+        and module.bias is not None
+        and x.dtype in {torch.bfloat16, torch.float16}
+        and module.weight.dtype == module.bias.dtype == x.dtype
+        and not torch.is_autocast_enabled(x.device.type)
+        and not (module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001
+    )
 
 
 def silu_gated_mlp(module: Module, x: Tensor) -> Tensor:
