@@ -54,7 +54,7 @@ def norms() -> None:
         rstd = torch.ones(rows, device="cuda")
         offset = w if layer else None
         job = norm_launch.forward_job(width, layer=layer, residual=bool(flag), large=False)
-        for way in norm_plan.forward_ways(width, residual=bool(flag), large=False):
+        for way in norm_plan.forward_ways(width, residual=bool(flag), large=False, layer=layer):
             with variants.forced(job, way):
                 norm_launch.run_norm(x, g if flag else None, w, offset, layer, False, 1e-6, torch.bfloat16)
         job = norm_launch.backward_job(width, layer=layer, columns=bool(flag), large=False)

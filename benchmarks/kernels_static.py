@@ -97,7 +97,7 @@ def norm_cases() -> Iterator[Case]:
     for width, layer, gain in kinds:
         name = f"{'layer' if layer else 'rms'}_norm {gain} {width}"
         for flag in (False, True):
-            plan = next(iter(forward_ways(width, residual=flag, large=True).values()))
+            plan = next(iter(forward_ways(width, residual=flag, large=True, layer=layer).values()))
             spec = forward_spec(
                 plan, width, layer=layer, **same, r="bf16", gain=gain, offset=layer, residual=flag
             )

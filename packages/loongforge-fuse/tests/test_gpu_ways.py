@@ -47,7 +47,7 @@ def forwards() -> list[tuple[int, bool, bool, str]]:
     return [
         (width, layer, residual, way)
         for (width, layer), residual in itertools.product(KINDS, (False, True))
-        for way in norm_plan.forward_ways(width, residual=residual, large=False)
+        for way in norm_plan.forward_ways(width, residual=residual, large=False, layer=layer)
     ]
 
 
@@ -111,7 +111,16 @@ def patch_jobs() -> list[tuple[int, str, str]]:
     return [
         (patch, x, way)
         for patch, x in itertools.product((14, 16), ("u8", "bf16"))
-        for way in patch_plan.gather_ways(x, "bf16", patch, last=x == "u8", planar=x != "u8")
+        for way in dict.fromkeys(
+            (
+                *patch_plan.gather_ways(x, "bf16", patch, last=x == "u8", planar=x != "u8"),
+                *(
+                    patch_plan.scatter_ways("bf16", "bf16", patch, last=False, planar=True)
+                    if x != "u8"
+                    else ()
+                ),
+            )
+        )
     ]
 
 

@@ -49,7 +49,7 @@ def test_a_decision_reaches_the_operators_launch(tuner):
     x, key = torch.randn(3000).to(torch.bfloat16), torch.tensor([1, 2])
     with simulated_gpu() as launched:
         ops.gelu_tanh(x, p=0.1, key=key)
-        decided(tuner, "gelu_dropout", "1", "2")
+        decided(tuner, "gelu_dropout", "1", "2 min 6")
         variants.reload(tuner)
         ops.gelu_tanh(x, p=0.1, key=key)
     assert [spec.options["each"] for spec in launched] == [2, 1]
@@ -57,7 +57,7 @@ def test_a_decision_reaches_the_operators_launch(tuner):
 
 def test_where_the_chosen_kernel_is_missing_the_default_runs(tuner, monkeypatch):
     x, key = torch.randn(3000).to(torch.bfloat16), torch.tensor([1, 2])
-    decided(tuner, "gelu_dropout", "1 min 8", "2")
+    decided(tuner, "gelu_dropout", "1 min 8", "2 min 6")
     ops.reset_op_counters()
     with simulated_gpu() as launched:
         there_is = launcher.function

@@ -227,7 +227,7 @@ def plans() -> list:
             continue
         forward = norm_launch.forward_job(width, layer=layer, residual=flag, large=False)
         backward = norm_launch.backward_job(width, layer=layer, columns=flag, large=False)
-        ways = norm_plan.forward_ways(width, residual=flag, large=False)
+        ways = norm_plan.forward_ways(width, residual=flag, large=False, layer=layer)
         found += [(width, layer, forward, name) for name in ways]
         found += [(width, layer, backward, name) for name in norm_plan.backward_ways(width, columns=flag)]
     # Every fifth always, all of them with the slow tests.

@@ -119,7 +119,6 @@ def test_every_scattering_kernel_equals_the_reference_with_and_without_clearing(
         ("u8", False, "words walk 9"),
         ("bf16", True, None),
         ("bf16", True, "tiles 8 walk 6"),
-        ("bf16", True, "tiles 4 walk 10"),
     ],
 )
 def test_patches_of_several_blocks_and_a_rest_are_gathered_and_scattered(x, planar, way, monkeypatch):

@@ -72,7 +72,7 @@ def _spread(width: int) -> tuple[int, int, int]:
     return -(-count // (32 * vectors)) * 32, vectors, 8
 
 
-def forward_plan(width: int, *, residual: bool, large: bool = True) -> RowPlan | None:
+def forward_plan(width: int, *, residual: bool, large: bool, layer: bool) -> RowPlan | None:
     """Return the plan for rows of `width` elements, or None when no kernel takes such a row.
 
     Without a residual a row moves half the bytes, so its fixed costs weigh more: there rows of up to 1152
@@ -82,6 +82,7 @@ def forward_plan(width: int, *, residual: bool, large: bool = True) -> RowPlan |
         width: elements of a row.
         residual: whether a residual is added.
         large: whether the tensor is too large for the caches; small ones were measured on their own.
+        layer: LayerNorm, which reads an offset besides the gain and takes a mean; else RMSNorm.
     """
     count = width // 8
     if width % 8 or not count or count > 2048:
@@ -92,6 +93,9 @@ def forward_plan(width: int, *, residual: bool, large: bool = True) -> RowPlan |
         return RowPlan(threads=96, vectors=3, block=96, each=4, ahead=True, waves=16)
     if width == 1536 and residual and not large:
         return RowPlan(threads=128, vectors=3, block=128, each=4)
+    if width == 2048 and layer and not residual:
+        late = RowPlan(threads=128, vectors=2, block=128, late=True, min_blocks=12 if large else 0)
+        return late if large else replace(late, ahead=True, waves=8)
     if not residual and width % 128 == 0 and width % 256 and width <= 1152:
         return RowPlan(threads=32, vectors=width // 128, block=96, each=4)
     threads, vectors, each = _spread(width)
@@ -110,6 +114,11 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
         threads = 32 if columns else _narrow(count)
         return RowPlan(threads=threads, vectors=1, block=32 if columns else 128)
     threads, vectors, each = _spread(width)
+    if columns and width in _STAGED:
+        threads, vectors, each, rows, fits, stages = _STAGED[width][0]
+        return RowPlan(
+            threads=threads, vectors=vectors, block=rows * threads, each=each, min_blocks=fits, stages=stages
+        )
     # Registers hold the column sums: without this the compiler takes one block less.
     return RowPlan(
         threads=threads,
@@ -138,19 +147,19 @@ _LATE_AHEAD = {
     1536: ((96, 2, 8, 10), (128, 3, 4, 9)),
     1152: ((96, 3, 4, 12),),
 }
-# Backward with column sums, rows copied ahead to shared memory: (threads, vectors, elements, rows of a block,
-# blocks that fit, stages). Several rows in a block leave fewer partial sums behind, more blocks wait less for
-# each other.
+# Backward with column sums, the default first: (threads, vectors, elements, rows of a block, blocks that fit,
+# rows that are copied ahead to shared memory). Several rows in a block leave fewer partial sums behind, more
+# blocks wait less for each other.
 _STAGED = {
-    2048: ((128, 2, 8, 2, 2, 2), (128, 2, 8, 1, 5, 3)),
-    1536: ((96, 2, 8, 1, 6, 3), (128, 3, 4, 2, 2, 3), (128, 3, 4, 1, 6, 3), (96, 2, 8, 2, 2, 3)),
-    1152: ((96, 3, 4, 3, 2, 3), (96, 3, 4, 2, 3, 3), (96, 3, 4, 1, 7, 3)),
+    2048: ((128, 2, 8, 2, 2, 2), (256, 1, 8, 2, 2, 2), (256, 1, 8, 1, 4, 3)),
+    1536: ((96, 2, 8, 1, 5, 0), (192, 1, 8, 2, 2, 3), (192, 1, 8, 1, 5, 3), (128, 3, 4, 1, 6, 3)),
+    1152: ((96, 3, 4, 2, 3, 3), (96, 3, 4, 3, 2, 3), (96, 3, 4, 1, 7, 3)),
 }
 
 
-def forward_ways(width: int, *, residual: bool, large: bool) -> dict[str, RowPlan]:
+def forward_ways(width: int, *, residual: bool, large: bool, layer: bool) -> dict[str, RowPlan]:
     """Return plans of the forward kernel by name, the default first; empty where no kernel fits."""
-    first = forward_plan(width, residual=residual, large=large)
+    first = forward_plan(width, residual=residual, large=large, layer=layer)
     if first is None:
         return {}
     plans = [first]
@@ -177,7 +186,12 @@ def backward_ways(width: int, *, columns: bool) -> dict[str, RowPlan]:
         return {}
     if not columns:
         return {plan.name: plan for plan in (first, replace(first, waves=40))}
-    plans = [first, replace(first, rows_each=2)]
+    plans = [first]
+    if width in _STAGED:
+        # The form without stages, with as many rows of threads as registers allow.
+        threads, vectors, each = _spread(width)
+        plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each)
+        plans.append(replace(plan, min_blocks=512 // threads))
     for threads, vectors, each, rows, fits, stages in _STAGED.get(width, ()):
         plans.append(
             RowPlan(
@@ -265,6 +279,6 @@ def backward_spec(
         arguments="PPPPPPPPPqqq",
         block=plan.block,
         # The other types need more registers and would spill under the limit.
-        min_blocks=plan.min_blocks if x == y == "bf16" else 0,
+        min_blocks=plan.min_blocks if x == y == "bf16" and (w == x or not plan.stages) else 0,
         vector=plan.each == 8,
     )

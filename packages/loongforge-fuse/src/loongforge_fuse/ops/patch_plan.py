@@ -58,13 +58,18 @@ def padded_length(patch: int, channels: int = CHANNELS) -> int:
     return -(-patch * patch * channels // 8) * 8
 
 
-def _tile_ways(code: str, *, dense: bool) -> tuple[str, ...]:
+def _tile_ways(code: str, patch: int, *, scatter: bool) -> tuple[str, ...]:
     # Float32 takes twice the shared memory. "walk": a fixed grid, the next tile read ahead. "min": blocks
     # that must fit on a multiprocessor: 14 addresses at once cost the registers of as many more warps.
     if code == "f32":
         return "tiles 8", "tiles 4"
-    ways = ("tiles 8", "tiles 16", "tiles 8 min 7", "tiles 4 min 12", "tiles 8 walk 6", "tiles 4 walk 10")
-    return (*ways, "tiles 8 min 10") if dense else ways
+    if not scatter:
+        return "tiles 8 min 7", "tiles 4 min 12", "tiles 8", "tiles 8 walk 6"
+    if patch == 14:
+        # Lines of 28 bytes leave sectors half written where tiles meet: wide tiles meet less often, and
+        # those of 18 patches nowhere in an image of 252 pixels.
+        return "tiles 16", "tiles 18", "tiles 18 min 4", "tiles 36 min 2", "tiles 8"
+    return "tiles 8", "tiles 4 min 12", "tiles 8 min 7"
 
 
 def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
@@ -74,14 +79,13 @@ def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tupl
         words = ("words min 12", "words min 14", "words walk 9")
         return (*strips, *words, "runs") if patch % 8 else ("vectors", "runs", "strips")
     if x == y and planar != last:
-        # Lines of 14 take more registers than so many blocks leave.
-        return _tile_ways(y, dense=planar and patch % 8 == 0)
+        return _tile_ways(y, patch, scatter=False)
     return ("rows",)
 
 
 def scatter_ways(g: str, y: str, patch: int, *, last: bool, planar: bool) -> tuple[str, ...]:
     """Return the kernels that scatter gradients of this kind, the default first."""
-    return _tile_ways(y, dense=planar) if g == y and planar != last else ("rows",)
+    return _tile_ways(y, patch, scatter=True) if g == y and planar != last else ("rows",)
 
 
 def tile_of(way: str) -> int:

@@ -142,7 +142,7 @@ def _norm_jobs() -> Iterator[Job]:
 
             yield Job(
                 name=forward_job(width, layer=layer, residual=residual, large=large),
-                ways=tuple(forward_ways(width, residual=residual, large=large)),
+                ways=tuple(forward_ways(width, residual=residual, large=large, layer=layer)),
                 make=forward,
                 size=(8 if residual else 4) * rows * width,
             )
