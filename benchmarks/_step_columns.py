@@ -48,8 +48,9 @@ COLUMNS = (
     "ours+adam+ahead",
     "ours+adam+ops+plain",
     "ours+adam+ops+plain+ahead",
-    "ours+adam+ops+plain+ahead+first",
-    "ours+adam+join+ops+plain+ahead+first",
+    "ours+adam+ops+plain+ahead+split",
+    "ours+adam+ops+plain+ahead+split+spare33",
+    "ours+adam+ops+plain+ahead+split+spare66",
     "ours+adam+ahead+fp8",
     "compile_regions_1x16",
 )
