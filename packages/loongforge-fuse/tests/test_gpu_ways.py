@@ -53,7 +53,6 @@ def forwards() -> list[tuple[int, bool, bool, str]]:
 
 @pytest.mark.parametrize(("width", "layer", "residual", "way"), forwards())
 def test_every_forward_plan_equals_float64(width, layer, residual, way):
-    job = norm_launch.forward_job(width, layer=layer, residual=residual, large=False)
     for groups, rows in ((1, 5), (1, 5100), (3, 1700)):
         if groups > 1 and (width, layer) not in MODULATED:
             continue
@@ -61,6 +60,7 @@ def test_every_forward_plan_equals_float64(width, layer, residual, way):
         gain = randn(groups, width)
         offset = randn(groups, width) if layer else None
         form = (layer, groups > 1)
+        job = norm_launch.forward_job(width, layer=layer, residual=residual, large=False, modulate=groups > 1)
         with variants.forced(job, way):
             got = norm_launch.run_norm(x, r, gain, offset, *form, 1e-6, BF16)
         assert got is not None
@@ -84,7 +84,6 @@ def backwards() -> list[tuple[int, bool, bool, str]]:
 
 @pytest.mark.parametrize(("width", "layer", "columns", "way"), backwards())
 def test_every_backward_plan_equals_float64(width, layer, columns, way):
-    job = norm_launch.backward_job(width, layer=layer, columns=columns, large=False)
     for groups, rows, carried in ((1, 1, False), (1, 5, True), (1, 5500, True), (16, 341, False)):
         if groups > 1 and (width, layer) not in MODULATED:
             continue
@@ -94,6 +93,7 @@ def test_every_backward_plan_equals_float64(width, layer, columns, way):
         mean = randn(count, dtype=torch.float32) / 8 if layer else randn(0, dtype=torch.float32)
         rstd = torch.rand(count, device="cuda") + 0.5
         form = (layer, groups > 1, rows, columns, columns and layer, groups)
+        job = norm_launch.backward_job(width, layer=layer, columns=columns, large=False, modulate=groups > 1)
         with variants.forced(job, way):
             dx, sums = norm_launch.run_norm_backward(g, carry, x, gain, mean, rstd, *form, torch.float32)
             again = norm_launch.run_norm_backward(g, carry, x, gain, mean, rstd, *form, torch.float32)

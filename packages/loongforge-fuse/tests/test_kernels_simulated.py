@@ -226,7 +226,9 @@ def plans() -> list:
         if not layer and width != 2048:
             continue
         forward = norm_launch.forward_job(width, layer=layer, residual=flag, large=False)
-        backward = norm_launch.backward_job(width, layer=layer, columns=flag, large=False)
+        backward = norm_launch.backward_job(
+            width, layer=layer, columns=flag, large=False, modulate=layer and flag
+        )
         ways = norm_plan.forward_ways(width, residual=flag, large=False, layer=layer)
         found += [(width, layer, forward, name) for name in ways]
         found += [(width, layer, backward, name) for name in norm_plan.backward_ways(width, columns=flag)]

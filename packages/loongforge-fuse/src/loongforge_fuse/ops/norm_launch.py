@@ -30,15 +30,19 @@ forget_on_change(_forward_calls.clear)
 forget_on_change(_backward_calls.clear)
 
 
-def forward_job(width: int, *, layer: bool, residual: bool, large: bool) -> str:
+def _kind(*, layer: bool, modulate: bool) -> str:
+    return "modulated_norm" if modulate else ("layer_norm" if layer else "rms_norm")
+
+
+def forward_job(width: int, *, layer: bool, residual: bool, large: bool, modulate: bool = False) -> str:
     """Name the choice between forward plans."""
-    kind = "layer_norm" if layer else "rms_norm"
+    kind = _kind(layer=layer, modulate=modulate)
     return f"{kind} {width}{' residual' if residual else ''} {'large' if large else 'small'}"
 
 
-def backward_job(width: int, *, layer: bool, columns: bool, large: bool) -> str:
+def backward_job(width: int, *, layer: bool, columns: bool, large: bool, modulate: bool = False) -> str:
     """Name the choice between backward plans."""
-    kind = "layer_norm" if layer else "rms_norm"
+    kind = _kind(layer=layer, modulate=modulate)
     return f"{kind} backward {width}{' columns' if columns else ''} {'large' if large else 'small'}"
 
 
@@ -91,7 +95,7 @@ def _form(gain: torch.dtype | None, modulate: bool) -> str:  # noqa: FBT001 - pa
 def _forward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, r, g, o, layer, modulate, y, large = key
     residual = r is not None
-    job = forward_job(width, layer=layer, residual=residual, large=large)
+    job = forward_job(width, layer=layer, residual=residual, large=large, modulate=modulate)
     plans = _plans(job, forward_ways(width, residual=residual, large=large, layer=layer))
     reason = _unfit(width, plans, groups, x, r, g, o, y)
     if reason is None and g is not None and o is not None and g != o:
@@ -185,7 +189,7 @@ def run_norm(
 
 def _backward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, y, g, layer, modulate, columns, offset, carry, large = key
-    job = backward_job(width, layer=layer, columns=columns, large=large)
+    job = backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate)
     plans = _plans(job, backward_ways(width, columns=columns))
     reason = _unfit(width, plans, groups, x, y, g)
     if reason:

@@ -27,12 +27,16 @@ Work = Callable[[], object]
 _BF16 = torch.bfloat16
 _L2_BYTES = 64 * 2**20
 _MAX_BUFFERS = 16
-# Rows and groups of rows of the model at 16 samples, by width and kind (LayerNorm or not): vision, action
-# head, language, and LayerNorm at the width of the language.
-_MODEL_ROWS = {
-    (1152, True): (32 * 324, 1), (1536, True): (16 * 51, 16), (2048, False): (16 * 220, 1),
-    (2048, True): (32 * 81, 1),
-}  # fmt: skip
+# Width, LayerNorm or not, rows and groups of rows of the model at 16 samples: vision, action head with and
+# without modulation, language, and LayerNorm at the width of the language.
+_MODEL_ROWS = (
+    (1152, True, 32 * 324, 1),
+    (1536, True, 16 * 51, 16),
+    (1536, True, 16 * 51, 1),
+    (2048, False, 16 * 220, 1),
+    (2048, True, 32 * 81, 1),
+    (2048, True, 32 * 81, 16),
+)
 _LARGE_ELEMENTS = 2**25
 _HALF = [0.5, 0.5, 0.5]
 
@@ -118,8 +122,7 @@ def _table_job() -> Job:
 
 
 def _norm_jobs() -> Iterator[Job]:
-    for (width, layer), large in product(_MODEL_ROWS, (True, False)):
-        rows, groups = _MODEL_ROWS[width, layer]
+    for (width, layer, rows, groups), large in product(_MODEL_ROWS, (True, False)):
         if large:
             rows = _LARGE_ELEMENTS // width // groups * groups
         modulate = groups > 1
@@ -141,7 +144,7 @@ def _norm_jobs() -> Iterator[Job]:
                 return lambda: run_norm(x, r, w, w if settings[0] else None, *settings, 1e-6, _BF16)
 
             yield Job(
-                name=forward_job(width, layer=layer, residual=residual, large=large),
+                name=forward_job(width, layer=layer, residual=residual, large=large, modulate=modulate),
                 ways=tuple(forward_ways(width, residual=residual, large=large, layer=layer)),
                 make=forward,
                 size=(8 if residual else 4) * rows * width,
@@ -164,7 +167,7 @@ def _norm_jobs() -> Iterator[Job]:
                 )
 
             yield Job(
-                name=backward_job(width, layer=layer, columns=columns, large=large),
+                name=backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate),
                 ways=tuple(backward_ways(width, columns=columns)),
                 make=backward,
                 size=6 * rows * width,
