@@ -43,7 +43,11 @@ def _goals() -> str:
             path = RESULTS / device / f"{name}.json"
             figures = json.loads(path.read_text())["figures"] if path.exists() else {}
             for figure, goal in goals.items():
-                value = figures.get(figure)
+                value, goal = figures.get(figure), str(goal)
+                goal, _, condition = goal.partition(" if ")
+                if condition and not figures.get(condition):
+                    # Measured against something else than the goal speaks of.
+                    value = None
                 shown = "not measured" if value is None else _cell(value)
                 met = "yes" if value is not None and _holds(value, goal) else "**no**"
                 lines.append(f"| {name} ({device}) | {figure} | {goal} | {shown} | {met} |")
