@@ -37,7 +37,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 MICRO, SAMPLES, CLIP, LR, DECAY = 4, 4, 1.0, 1e-4, 1e-5
 
 COLUMNS = (
-    "compile_1x16",
     "eager_4x4",
     "eager_1x16",
     "fused_eager",
@@ -53,6 +52,7 @@ COLUMNS = (
     "ours+adam+ops+plain+ahead+split+spare66",
     "ours+adam+ahead+fp8",
     "compile_regions_1x16",
+    "compile_1x16",
 )
 MIXED_COLUMNS = ("eager_1x16", "graph_fused_compile", "ours+masters")
 
