@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from _two_gpu_sections import SECTIONS, Part
 from _two_gpu_slow_link import RATES, limited_loopback
+from loongforge_comm.testing import free_port
 
 LIMITS_S = {"main": 120, "full": 200, "kill": 40, "stop": 40, "algorithms": 40, "sockets": 60, "slow": 80}
 SPEED_KEYS = ("vs_default", "vs_best", "vs_find_unused", "vs_static_graph", "overlap", "overlap_by_events")
@@ -62,9 +62,7 @@ def environment(section: str) -> dict[str, str]:
 
 def launch(section: str, options: argparse.Namespace, out: Path, limit_s: float) -> list[int | None]:
     """Start both ranks, end them at the limit; exit codes of those waited for, ``None`` past the limit."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     variables = environment(section)
     processes = []
     for rank in range(2):

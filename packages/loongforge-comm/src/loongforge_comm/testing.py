@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import json
 import multiprocessing
 import os
 import pickle
+import secrets
 import socket
 import sys
 import tempfile
@@ -35,10 +37,22 @@ class RankError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on 127.0.0.1 that nobody listens on and no outgoing connection can take.
+
+    A port that the system hands out lies in the range of outgoing connections: one of those (of a collective
+    library that opens many, for example) may have it before the store listens. Ports below are asked for by
+    number only.
+
+    Raises:
+        OSError: None of a hundred was free.
+    """
+    for _ in range(100):
+        port = secrets.choice(range(20_000, 32_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    message = "no free TCP port among 100 between 20000 and 32000 on 127.0.0.1"
+    raise OSError(message)
 
 
 def run_ranks(

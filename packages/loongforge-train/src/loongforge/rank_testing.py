@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from loongforge_comm.testing import free_port
 
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "loongforge.session", "loongforge.testing"]
 
@@ -47,9 +48,7 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"script_{time.monotonic_ns()}.py"
     path.write_text(script)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes = []
