@@ -75,6 +75,7 @@ class Counting:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
         self.started = self.replays = self.discarded = 0
+        self.failures = ()
 
     def start(self, window: list[Mapping[str, object]]) -> object:
         self.started += 1
@@ -89,6 +90,9 @@ class Counting:
 
     def stats(self) -> Counting:
         return self
+
+    def release(self) -> None:
+        self.events.append(("release", 0))
 
 
 def adfe(length: int = 52) -> object:
@@ -168,6 +172,14 @@ def test_a_group_is_started_before_the_one_before_it_is_handed_out() -> None:
     assert loader.stats()["frozen_ahead"] == 7
 
 
+def test_closing_gives_up_the_graphs() -> None:
+    ahead = Counting()
+    loader = staged(ToyModel(), plan=AheadPlan(ahead=ahead, group=4))
+    next(iter(loader))
+    loader.close()
+    assert ahead.events[-1] == ("release", 0)
+
+
 def test_a_step_finishes_the_coming_group_before_its_optimizer(tmp_path: Path) -> None:
     ahead = Counting()
     config = TrainConfig(
@@ -176,7 +188,7 @@ def test_a_step_finishes_the_coming_group_before_its_optimizer(tmp_path: Path) -
     model = ToyModel()
     source = BatchSource(staged(model, plan=AheadPlan(ahead=ahead, group=4)), fingerprint="toy")
     Session(config, build_parts(config, model, source, Ranks(rank=0, world_size=1, device=CPU))).train()
-    assert [event for event in ahead.events if event[0] != "start"] == [
+    assert [event for event in ahead.events if event[0] not in ("start", "release")] == [
         ("take", 1), ("finish", 2), ("take", 2), ("finish", 3), ("take", 3), ("finish", 4)
     ]  # fmt: skip
 

@@ -30,6 +30,7 @@ class AheadCounters(Protocol):
     started: int
     replays: int
     discarded: int
+    failures: tuple[str, ...]
 
 
 class Started(Protocol):
@@ -53,6 +54,10 @@ class Startable(Protocol):
 
     def stats(self) -> AheadCounters:
         """Return the counters."""
+        ...
+
+    def release(self) -> None:
+        """Give up its graphs."""
         ...
 
 
@@ -246,11 +251,21 @@ class StagedLoader:
             self._state = None
         self._prefetcher.set_epoch(epoch)  # type: ignore[attr-defined]
 
+    def close(self) -> None:
+        """Give up graphs and copies, and close the loader."""
+        self._generation += 1
+        self._under_way = None
+        if self._plan is not None:
+            self._plan.ahead.release()
+        close = getattr(self._prefetcher, "close", None)
+        if callable(close):
+            close()
+
     def stats(self) -> dict[str, object]:
         """Return the counters of loader and copies; ``device_prefetch`` is the depth.
 
-        With the frozen part run ahead also ``frozen_ahead`` (micro-batches), ``frozen_ahead_replays`` and
-        ``frozen_ahead_discarded``.
+        With the frozen part run ahead also ``frozen_ahead`` (micro-batches), ``frozen_ahead_replays``,
+        ``frozen_ahead_discarded`` and ``frozen_ahead_failed`` (shapes that could not be captured).
         """
         counters = {**self._prefetcher.stats(), "device_prefetch": self._depth}  # type: ignore[attr-defined]
         if self._plan is not None:
@@ -258,6 +273,7 @@ class StagedLoader:
             counters["frozen_ahead"] = ahead.started
             counters["frozen_ahead_replays"] = ahead.replays
             counters["frozen_ahead_discarded"] = ahead.discarded
+            counters["frozen_ahead_failed"] = len(ahead.failures)
         return counters
 
 

@@ -8,7 +8,7 @@ one. The numbers are the same, since a step changes nothing that the frozen part
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from loongforge_fuse.fusion.batch import JoinError, join
 from loongforge_fuse.graphs.backend import CudaBackend
 from loongforge_fuse.graphs.frozen_graphs import FrozenGraphs, FrozenWork, Made
-from loongforge_fuse.graphs.pointers import ModelPointers
+from loongforge_fuse.graphs.pointers import ModelPointers, PointerSnapshot
 from loongforge_fuse.graphs.reasons import AheadReason
 from loongforge_fuse.protocol import Batch, FrozenPrefix, batch_size, unwrap
 
@@ -45,6 +45,15 @@ class AheadStats:
     inline: Mapping[str, int]
     graph_bytes: int
     failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """Modules, addresses and values of the frozen part at one moment; equal states give equal results."""
+
+    modules: tuple[int, ...]
+    pointers: PointerSnapshot
+    versions: tuple[int, ...]
 
 
 class Ahead:
@@ -167,9 +176,9 @@ class FrozenAhead:
         inner = unwrap(model)
         self._model = inner if isinstance(inner, FrozenPrefix) else None
         self._hooks = hooks
-        self._frozen = nn.ModuleList(self._modules())
+        self._watch()
+        self._children = self._pointers.snapshot().children
         device = next((p.device for p in self._frozen.parameters()), torch.device("cpu"))
-        self._pointers = ModelPointers(self._frozen)
         self._work: FrozenWork | None = None
         self._graphs: FrozenGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -194,11 +203,14 @@ class FrozenAhead:
     @property
     def reason(self) -> AheadReason | None:
         """Why nothing can be run ahead for this model as it is now, or None."""
-        if self._model is None or not len(self._frozen):
+        return self._reason(self._look_again())
+
+    def _reason(self, now: _State) -> AheadReason | None:
+        if self._model is None or not now.modules:
             return AheadReason.NO_FROZEN_PART
-        if any(p.requires_grad for p in self._frozen.parameters()):
+        if not all(now.pointers.frozen):
             return AheadReason.TRAINS
-        if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self._frozen.modules()):
+        if any(module.p > 0 and module.training for module in self._dropouts):
             return AheadReason.RANDOM
         if self._hooks == "refuse" and self._pointers.hooked():
             return AheadReason.HOOKS
@@ -213,8 +225,8 @@ class FrozenAhead:
         Returns:
             What hands them out for their step.
         """
-        self._look_again()
-        reason = self.reason
+        state = self._look_again()
+        reason = self._reason(state)
         if reason is not None or self._work is None:
             self._inline[str(reason)] += len(window)
             return Ahead(window)
@@ -224,13 +236,12 @@ class FrozenAhead:
         except JoinError:
             parts, joined = [[batch] for batch in window], list(window)
         pending = [
-            self._start(self._work, batch, [batch_size(b) for b in part])
+            self._start(self._work, batch, [batch_size(b) for b in part], state)
             for batch, part in zip(joined, parts, strict=True)
         ]
-        version = self._version()
 
         def valid() -> bool:
-            same = self._version() == version
+            same = self._state() == state
             self._discarded += not same
             return same
 
@@ -258,19 +269,35 @@ class FrozenAhead:
     def _modules(self) -> list[nn.Module]:
         return list(self._model.frozen_modules()) if self._model is not None else []
 
-    def _look_again(self) -> None:
-        """Take in modules of the frozen part that came or went."""
-        now = self._modules()
-        same = len(now) == len(self._frozen) and all(a is b for a, b in zip(now, self._frozen, strict=True))
-        if same and not (self._graphs is not None and self._graphs.modules_changed()):
-            return
-        self._frozen = nn.ModuleList(now)
+    def _watch(self) -> None:
+        """Take in the modules of the frozen part as they are now."""
+        self._frozen = nn.ModuleList(self._modules())
+        self._dropouts = [m for m in self._frozen.modules() if isinstance(m, nn.Dropout)]
         self._pointers = ModelPointers(self._frozen)
+
+    def _state(self) -> _State:
+        """Return what changes with every change of the frozen part."""
+        return _State(
+            modules=tuple(map(id, self._modules())),
+            pointers=self._pointers.snapshot(),
+            versions=self._pointers.versions(),
+        )
+
+    def _look_again(self) -> _State:
+        """Take in modules of the frozen part that came or went; return its state."""
+        now = self._state()
+        same = now.modules == tuple(map(id, self._frozen))
+        if same and now.pointers.children == self._children:
+            return now
+        self._watch()
         if self._graphs is not None:
             self._graphs.clear()
             self._graphs.pointers = self._pointers
+        now = self._state()
+        self._children = now.pointers.children
+        return now
 
-    def _start(self, work: FrozenWork, batch: Batch, sizes: Sequence[int]) -> _Pending:
+    def _start(self, work: FrozenWork, batch: Batch, sizes: Sequence[int], state: _State) -> _Pending:
         self._started += 1
         stream = self._stream
         if stream is None:
@@ -282,7 +309,7 @@ class FrozenAhead:
             self._open.finish()
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
-            rest = None if self._graphs is None else self._graphs.start(batch)
+            rest = None if self._graphs is None else self._graphs.start(batch, state.pointers)
         pending = _Pending(stream, rest or (lambda: work.whole(batch)), sizes)
         if rest is None or not work.split:
             pending.finish(waiting=False)
@@ -298,10 +325,3 @@ class FrozenAhead:
             return batch
         consumed = frozenset(self._model.frozen_inputs(batch))
         return {**{name: value for name, value in batch.items() if name not in consumed}, **made}
-
-    def _version(self) -> Hashable:
-        """Return what changes with every change of the frozen part: modules, addresses, values in place."""
-        tensors = (*self._frozen.parameters(), *self._frozen.buffers())
-        # The version counter is the only sign of a change in place.
-        values = tuple(t._version for t in tensors)  # noqa: SLF001
-        return tuple(map(id, self._modules())), self._pointers.snapshot(), values

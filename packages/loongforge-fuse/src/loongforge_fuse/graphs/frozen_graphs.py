@@ -15,6 +15,7 @@ from loongforge_fuse.graphs.key import is_constant
 from loongforge_fuse.graphs.multiprocessors import leaving_free
 from loongforge_fuse.graphs.passes import numeric_modes
 from loongforge_fuse.graphs.pointers import ModelPointers, PointerSnapshot
+from loongforge_fuse.graphs.reasons import root_cause
 from loongforge_fuse.protocol import Batch, FrozenPrefix, SplitFrozenPrefix, batch_size
 
 Made = Mapping[str, Tensor]
@@ -110,14 +111,10 @@ class FrozenGraphs:
         """Device memory of all graphs and their inputs."""
         return sum(recording.bytes for recording in self._recordings.values())
 
-    def modules_changed(self) -> bool:
-        """Whether a recording was made with other modules than there are now."""
-        return any(self.pointers.changed(r.pointers) == "modules" for r in self._recordings.values())
-
-    def start(self, batch: Batch) -> Callable[[], Made] | None:
+    def start(self, batch: Batch, now: PointerSnapshot) -> Callable[[], Made] | None:
         """Replay the first piece; return what replays the rest and copies the results, None without graph.
 
-        The results must be fetched before the next start of the same shape.
+        The results must be fetched before the next start of the same shape. ``now`` is where the weights lie.
         """
         described = describe_rows(batch)
         if described is None:
@@ -125,7 +122,7 @@ class FrozenGraphs:
             return None
         rows, tensors, shape = described
         key = (shape, numeric_modes(self._work.device_type))
-        recording = self._usable(key, rows) or self._recorded(key, rows, batch, tensors)
+        recording = self._usable(key, rows, now) or self._recorded(key, rows, batch, tensors)
         if recording is None:
             return None
         self._recordings.move_to_end(key)
@@ -142,12 +139,12 @@ class FrozenGraphs:
 
         return rest
 
-    def _usable(self, key: Hashable, rows: int) -> _Recording | None:
+    def _usable(self, key: Hashable, rows: int, now: PointerSnapshot) -> _Recording | None:
         """Return the recording of a shape when it has room and its weights are where they were."""
         recording = self._recordings.get(key)
         if recording is None:
             return None
-        if recording.rows < rows or self.pointers.changed(recording.pointers) is not None:
+        if recording.rows < rows or self.pointers.changed(recording.pointers, now) is not None:
             self._drop(key)
             return None
         return recording
@@ -176,7 +173,7 @@ class FrozenGraphs:
         except Exception as error:
             for recorded in pieces:
                 recorded.release()
-            self.failures[key] = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failures[key] = root_cause(error)
             return None
         self.captures += 1
         size = sum(t.numel() * t.element_size() for t in inputs.values())

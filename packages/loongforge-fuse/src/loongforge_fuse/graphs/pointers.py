@@ -53,6 +53,16 @@ class ModelPointers:
             training=tuple(module.training for module in self._modules),
         )
 
+    def versions(self) -> tuple[int, ...]:
+        """Return a number per tensor that grows with every change of its values in place."""
+        return tuple(
+            tensor._version  # noqa: SLF001 - the only sign of such a change
+            for module in self._modules
+            for table in (module._parameters, module._buffers)  # noqa: SLF001
+            for tensor in table.values()
+            if tensor is not None
+        )
+
     def hooked(self) -> bool:
         """Whether any module has hooks."""
         return any(getattr(module, table) for module in self._modules for table in HOOK_TABLES)
@@ -64,9 +74,14 @@ class ModelPointers:
             for module in self._modules
         )
 
-    def changed(self, old: PointerSnapshot) -> str | None:
-        """Return what changed: ``modules``, ``weights``, ``requires_grad``, ``mode``, or None."""
-        now = self.snapshot()
+    def changed(self, old: PointerSnapshot, now: PointerSnapshot | None = None) -> str | None:
+        """Return what changed: ``modules``, ``weights``, ``requires_grad``, ``mode``, or None.
+
+        Args:
+            old: An earlier snapshot.
+            now: The present one, where it was just taken.
+        """
+        now = now or self.snapshot()
         if now.children != old.children:
             return "modules"
         if now.addresses != old.addresses:

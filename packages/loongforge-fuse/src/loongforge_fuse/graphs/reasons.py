@@ -45,3 +45,15 @@ class AheadReason(enum.StrEnum):
     """A module of the frozen part has hooks, whose Python code a replay would not run."""
     RANDOM = "random"
     """The frozen part has active dropout, whose numbers would be drawn in another order."""
+
+
+def root_cause(error: BaseException) -> str:
+    """Return the first error of a chain in one line: what broke a capture, not what failed after it."""
+    first = error
+    while (before := first.__cause__ or first.__context__) is not None:
+        first = before
+    lines = str(first).splitlines()
+    hint = ""
+    if "legacy stream" in str(first):
+        hint = " (an autograd graph of an earlier eager pass is still alive: detach stored losses)"
+    return f"{type(first).__name__}: {lines[0] if lines else ''}{hint}"

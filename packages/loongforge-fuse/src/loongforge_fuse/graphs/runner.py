@@ -25,7 +25,7 @@ from loongforge_fuse.graphs.key import BatchSignature, describe
 from loongforge_fuse.graphs.ledger import GraphStats, PassCounters, ShapeLedger, describe_key
 from loongforge_fuse.graphs.passes import StepPass, numeric_modes
 from loongforge_fuse.graphs.pointers import ModelPointers
-from loongforge_fuse.graphs.reasons import GraphReason
+from loongforge_fuse.graphs.reasons import GraphReason, root_cause
 from loongforge_fuse.graphs.regional import CompiledRegions, compile_regions
 from loongforge_fuse.protocol import Batch, batch_size
 
@@ -393,15 +393,3 @@ class GraphRunner:
             padded=count.padded,
             adopted=count.adopted,
         )
-
-
-def root_cause(error: BaseException) -> str:
-    """Return the first error of a chain in one line: what broke a capture, not what failed after it."""
-    first = error
-    while (before := first.__cause__ or first.__context__) is not None:
-        first = before
-    lines = str(first).splitlines()
-    hint = ""
-    if "legacy stream" in str(first):
-        hint = " (an autograd graph of an earlier eager pass is still alive: detach stored losses)"
-    return f"{type(first).__name__}: {lines[0] if lines else ''}{hint}"
