@@ -11,7 +11,7 @@ from loongforge_fuse.__main__ import main
 from loongforge_fuse.kernels import launcher
 from loongforge_fuse.kernels.catalog import catalog
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
-from loongforge_fuse.ops import tuning, variants
+from loongforge_fuse.ops import norm_plan, tuning, variants
 
 
 @pytest.fixture
@@ -84,6 +84,34 @@ def test_jobs_offer_real_choices_whose_kernels_are_built_ahead():
     )
     shipped, tuned = ({s.name for s in catalog(f)} for f in (None, "tuning"))
     assert len(tuned - shipped) > 50
+
+
+@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("residual", [True, False])
+def test_norms_with_modulation_have_their_own_default_among_the_same_plans(residual, large):
+    form = {"residual": residual, "large": large, "layer": True}
+    shipped = {spec.name for spec in catalog()}
+    for width in (1536, 2048):
+        plain = norm_plan.forward_ways(width, **form)
+        modulated = norm_plan.forward_ways(width, **form, modulate=True)
+        assert plain.keys() == modulated.keys()
+        for ways, gain in ((plain, "scale"), (modulated, "modulate")):
+            spec = norm_plan.forward_spec(
+                next(iter(ways.values())), width, layer=True, **dict.fromkeys("xrwy", "bf16"), gain=gain,
+                offset=True, residual=residual,
+            )  # fmt: skip
+            assert spec.name in shipped
+
+
+def test_the_default_of_a_modulated_norm_reaches_its_launch():
+    x, table = torch.randn(2, 3, 2048).to(torch.bfloat16), torch.randn(2, 2048).to(torch.bfloat16)
+    with simulated_gpu() as launched:
+        ops.layer_norm_modulate(x, scale=table, shift=table)
+        ops.layer_norm_modulate(x, weight=table[0], bias=table[0])
+    assert [(spec.options["gain"], spec.options["ahead"]) for spec in launched] == [
+        ("modulate", False),
+        ("scale", True),
+    ]
 
 
 def test_known_decisions_are_not_measured_again(tuner):

@@ -70,7 +70,9 @@ def norm_kernels() -> Iterator[KernelSpec]:
     for width, norms in NORMS.items():
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
             for residual, large in product((False, True), (False, True)):
-                plan = forward_plan(width, residual=residual, large=large, layer=layer)
+                plan = forward_plan(
+                    width, residual=residual, large=large, layer=layer, modulate=gain == "modulate"
+                )
                 if plan is None:
                     continue
                 yield forward_spec(
@@ -185,7 +187,9 @@ def tuning_kernels() -> Iterator[KernelSpec]:
     yield from patch_kernels(first_only=False)
     for width, flag, large in product(TUNED_WIDTHS, (False, True), (False, True)):
         for layer, gain, offset in NORMS[width]:
-            for plan in forward_ways(width, residual=flag, large=large, layer=layer).values():
+            modulate = gain == "modulate"
+            ways = forward_ways(width, residual=flag, large=large, layer=layer, modulate=modulate)
+            for plan in ways.values():
                 yield forward_spec(
                     plan, width, layer=layer, **same, r="bf16", gain=gain, offset=offset, residual=flag
                 )

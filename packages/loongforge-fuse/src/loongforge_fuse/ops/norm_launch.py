@@ -96,7 +96,8 @@ def _forward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, r, g, o, layer, modulate, y, large = key
     residual = r is not None
     job = forward_job(width, layer=layer, residual=residual, large=large, modulate=modulate)
-    plans = _plans(job, forward_ways(width, residual=residual, large=large, layer=layer))
+    ways = forward_ways(width, residual=residual, large=large, layer=layer, modulate=modulate)
+    plans = _plans(job, ways)
     reason = _unfit(width, plans, groups, x, r, g, o, y)
     if reason is None and g is not None and o is not None and g != o:
         reason = f"gain {g} and offset {o}"

@@ -72,7 +72,9 @@ def _spread(width: int) -> tuple[int, int, int]:
     return -(-count // (32 * vectors)) * 32, vectors, 8
 
 
-def forward_plan(width: int, *, residual: bool, large: bool, layer: bool) -> RowPlan | None:
+def forward_plan(
+    width: int, *, residual: bool, large: bool, layer: bool, modulate: bool = False
+) -> RowPlan | None:
     """Return the plan for rows of `width` elements, or None when no kernel takes such a row.
 
     Without a residual a row moves half the bytes, so its fixed costs weigh more: there rows of up to 1152
@@ -83,6 +85,7 @@ def forward_plan(width: int, *, residual: bool, large: bool, layer: bool) -> Row
         residual: whether a residual is added.
         large: whether the tensor is too large for the caches; small ones were measured on their own.
         layer: LayerNorm, which reads an offset besides the gain and takes a mean; else RMSNorm.
+        modulate: whether gain and offset are those of a group of rows; measured apart from plain weights.
     """
     count = width // 8
     if width % 8 or not count or count > 2048:
@@ -91,11 +94,15 @@ def forward_plan(width: int, *, residual: bool, large: bool, layer: bool) -> Row
         return RowPlan(threads=_narrow(count), vectors=1, block=128)
     if width == 1152 and not residual and not large:
         return RowPlan(threads=96, vectors=3, block=96, each=4, ahead=True, waves=16)
-    if width == 1536 and residual and not large:
+    if width == 1536 and not large and (residual or not modulate):
         return RowPlan(threads=128, vectors=3, block=128, each=4)
     if width == 2048 and layer and not residual:
-        late = RowPlan(threads=128, vectors=2, block=128, late=True, min_blocks=12 if large else 0)
-        return late if large else replace(late, ahead=True, waves=8)
+        late = RowPlan(threads=128, vectors=2, block=128, late=True)
+        # As measured: large tensors are walked where groups of rows are modulated, small ones where not.
+        walks = large == modulate
+        return replace(late, ahead=True, waves=8) if walks else replace(late, min_blocks=12)
+    if width == 2048 and residual and modulate and not large:
+        return RowPlan(threads=256, vectors=1, block=256)
     if not residual and width % 128 == 0 and width % 256 and width <= 1152:
         return RowPlan(threads=32, vectors=width // 128, block=96, each=4)
     threads, vectors, each = _spread(width)
@@ -157,9 +164,11 @@ _STAGED = {
 }
 
 
-def forward_ways(width: int, *, residual: bool, large: bool, layer: bool) -> dict[str, RowPlan]:
+def forward_ways(
+    width: int, *, residual: bool, large: bool, layer: bool, modulate: bool = False
+) -> dict[str, RowPlan]:
     """Return plans of the forward kernel by name, the default first; empty where no kernel fits."""
-    first = forward_plan(width, residual=residual, large=large, layer=layer)
+    first = forward_plan(width, residual=residual, large=large, layer=layer, modulate=modulate)
     if first is None:
         return {}
     plans = [first]

@@ -68,7 +68,7 @@ def _tile_ways(code: str, patch: int, *, scatter: bool) -> tuple[str, ...]:
     if patch == 14:
         # Lines of 28 bytes leave sectors half written where tiles meet: wide tiles meet less often, and
         # those of 18 patches nowhere in an image of 252 pixels.
-        return "tiles 16", "tiles 18", "tiles 18 min 4", "tiles 36 min 2", "tiles 8"
+        return "tiles 18 min 4", "tiles 16", "tiles 18", "tiles 36 min 2", "tiles 8"
     return "tiles 8", "tiles 4 min 12", "tiles 8 min 7"
 
 
@@ -77,7 +77,7 @@ def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tupl
     if x == "u8" and last and not planar:
         strips = ("strips", "strips min 10", "strips walk 8")
         words = ("words min 12", "words min 14", "words walk 9")
-        return (*strips, *words, "runs") if patch % 8 else ("vectors", "runs", "strips")
+        return (*words, *strips, "runs") if patch % 8 else ("vectors", "runs", "strips")
     if x == y and planar != last:
         return _tile_ways(y, patch, scatter=False)
     return ("rows",)

@@ -145,7 +145,9 @@ def _norm_jobs() -> Iterator[Job]:
 
             yield Job(
                 name=forward_job(width, layer=layer, residual=residual, large=large, modulate=modulate),
-                ways=tuple(forward_ways(width, residual=residual, large=large, layer=layer)),
+                ways=tuple(
+                    forward_ways(width, residual=residual, large=large, layer=layer, modulate=modulate)
+                ),
                 make=forward,
                 size=(8 if residual else 4) * rows * width,
             )
