@@ -76,8 +76,10 @@ def patch_cases() -> Iterator[Case]:
         for way in gather_ways(x, "bf16", patch, **form):
             spec = rows_spec(x, "bf16", patch, way, masked=False, **form)
             each: float = 8
-            if way.startswith("strips"):
-                each = length / 32  # its loop over the patches of a strip counts once
+            if way.startswith(("strips", "words")):
+                # The loop over the patches of a strip counts once; words are read for all of them, so their
+                # count is too high rather than too low.
+                each = length / 32
             elif way == "vectors":
                 each = length / 32
             elif way.startswith("tiles"):
@@ -93,11 +95,16 @@ def patch_cases() -> Iterator[Case]:
 def norm_cases() -> Iterator[Case]:
     """Norms of the model's widths with their default plans."""
     same = dict.fromkeys("xwy", "bf16")
-    kinds = ((1152, True, "scale"), (1536, True, "modulate"), (2048, True, "scale"), (2048, False, "scale"))
+    kinds = (
+        (1152, True, "scale"), (1536, True, "modulate"), (2048, True, "scale"), (2048, True, "modulate"),
+        (2048, False, "scale"),
+    )  # fmt: skip
     for width, layer, gain in kinds:
         name = f"{'layer' if layer else 'rms'}_norm {gain} {width}"
         for flag in (False, True):
-            plan = next(iter(forward_ways(width, residual=flag, large=True, layer=layer).values()))
+            modulate = gain == "modulate"
+            ways = forward_ways(width, residual=flag, large=True, layer=layer, modulate=modulate)
+            plan = next(iter(ways.values()))
             spec = forward_spec(
                 plan, width, layer=layer, **same, r="bf16", gain=gain, offset=layer, residual=flag
             )
