@@ -228,3 +228,32 @@ def test_what_was_split_off_runs_between_backward_and_optimizer(place):
     assert calls
     assert losses == pytest.approx(expected, rel=1e-5)
     place.same_weights(ours, theirs)
+
+
+def test_what_was_split_off_is_finished_before_its_graph_goes(place):
+    model, _ = place.pair()
+    ahead = FrozenAhead(model, split=True)
+    batches = windows(place, model, 6)
+    for window in batches[:4]:
+        ahead.start(window).take()
+    left = ahead.start(batches[4])
+    model.patch = torch.nn.Conv2d(3, 32, 4, stride=4).to(place.device).requires_grad_(False)
+    started = ahead.start(batches[5])
+    left.finish()
+    assert "seen" not in left.take()[0]
+    for taken, plain in zip(started.take(), batches[5], strict=True):
+        torch.testing.assert_close(model(taken)["loss"], model(plain)["loss"])
+    ahead.release()
+    started.finish()
+    assert "seen" not in started.take()[0]
+
+
+def test_a_model_moved_to_another_type_or_device_goes_on(place):
+    model = TinyVLA()
+    ahead = FrozenAhead(model)
+    model.to(place.device)
+    for window in windows(place, model, 5):
+        for taken, plain in zip(ahead.start(window).take(), window, strict=True):
+            torch.testing.assert_close(model(taken)["loss"], model(plain)["loss"])
+    if place.device == "cuda":
+        assert ahead.stats().replays == 3

@@ -176,29 +176,15 @@ class FrozenAhead:
         inner = unwrap(model)
         self._model = inner if isinstance(inner, FrozenPrefix) else None
         self._hooks = hooks
-        self._watch()
-        self._children = self._pointers.snapshot().children
-        device = next((p.device for p in self._frozen.parameters()), torch.device("cpu"))
+        self._autocast, self._split, self._spare = autocast, split, spare_sms
+        self._warmup, self._most = warmup_steps, max_graphs
         self._work: FrozenWork | None = None
         self._graphs: FrozenGraphs | None = None
         self._stream: torch.cuda.Stream | None = None
-        if self._model is not None:
-            self._work = FrozenWork(
-                model=self._model,
-                device_type=device.type,
-                autocast=autocast,
-                spare_sms=spare_sms,
-                split=split,
-            )
-        if self._work is not None and device.type == "cuda":
-            backend = CudaBackend(device)
-            self._stream = backend.stream
-            self._graphs = FrozenGraphs(
-                self._work, backend, self._pointers, warmup_steps=warmup_steps, max_graphs=max_graphs
-            )
         self._open: _Pending | None = None
         self._inline: Counter[str] = Counter()
-        self._started = self._discarded = 0
+        self._started = self._discarded = self._replays = self._captures = 0
+        self._watch()
 
     @property
     def reason(self) -> AheadReason | None:
@@ -252,8 +238,8 @@ class FrozenAhead:
         graphs = self._graphs
         return AheadStats(
             started=self._started,
-            replays=0 if graphs is None else graphs.replays,
-            captures=0 if graphs is None else graphs.captures,
+            replays=self._replays + (0 if graphs is None else graphs.replays),
+            captures=self._captures + (0 if graphs is None else graphs.captures),
             discarded=self._discarded,
             inline=dict(self._inline),
             graph_bytes=0 if graphs is None else graphs.bytes,
@@ -262,18 +248,48 @@ class FrozenAhead:
 
     def release(self) -> None:
         """Give up the graphs and their memory. May be called twice; later batches are left to their step."""
-        if self._graphs is not None:
-            self._graphs.clear()
-        self._model = self._work = self._open = None
+        self._give_up_graphs()
+        self._model = self._work = None
 
     def _modules(self) -> list[nn.Module]:
         return list(self._model.frozen_modules()) if self._model is not None else []
 
     def _watch(self) -> None:
-        """Take in the modules of the frozen part as they are now."""
+        """Take in the frozen part as it is now: its modules, and where it lies."""
+        self._give_up_graphs()
         self._frozen = nn.ModuleList(self._modules())
         self._dropouts = [m for m in self._frozen.modules() if isinstance(m, nn.Dropout)]
         self._pointers = ModelPointers(self._frozen)
+        self._children = self._pointers.snapshot().children
+        self._device = self._place()
+        if self._model is None:
+            return
+        self._work = FrozenWork(
+            model=self._model,
+            device_type=self._device.type,
+            autocast=self._autocast,
+            spare_sms=self._spare,
+            split=self._split,
+        )
+        if self._device.type == "cuda":
+            backend = CudaBackend(self._device)
+            self._stream = backend.stream
+            self._graphs = FrozenGraphs(
+                self._work, backend, self._pointers, warmup_steps=self._warmup, max_graphs=self._most
+            )
+
+    def _place(self) -> torch.device:
+        return next((p.device for p in self._frozen.parameters()), torch.device("cpu"))
+
+    def _give_up_graphs(self) -> None:
+        """Release graphs and stream, after what is under way on them has been started to its end."""
+        if self._open is not None:
+            self._open.finish()
+        if self._graphs is not None:
+            self._replays += self._graphs.replays
+            self._captures += self._graphs.captures
+            self._graphs.clear()
+        self._graphs = self._stream = self._open = None
 
     def _state(self) -> _State:
         """Return what changes with every change of the frozen part."""
@@ -286,16 +302,11 @@ class FrozenAhead:
     def _look_again(self) -> _State:
         """Take in modules of the frozen part that came or went; return its state."""
         now = self._state()
-        same = now.modules == tuple(map(id, self._frozen))
-        if same and now.pointers.children == self._children:
+        same = now.modules == tuple(map(id, self._frozen)) and now.pointers.children == self._children
+        if same and self._place() == self._device:
             return now
         self._watch()
-        if self._graphs is not None:
-            self._graphs.clear()
-            self._graphs.pointers = self._pointers
-        now = self._state()
-        self._children = now.pointers.children
-        return now
+        return self._state()
 
     def _start(self, work: FrozenWork, batch: Batch, sizes: Sequence[int], state: _State) -> _Pending:
         self._started += 1
