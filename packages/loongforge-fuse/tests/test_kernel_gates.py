@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,25 @@ def test_one_variant_of_each_kernel_passes_the_gate(spec, compiled):
 @pytest.mark.parametrize("spec", SAMPLE, ids=lambda s: s.maker)
 def test_one_variant_of_each_kernel_passes_the_gate_elsewhere(spec, arch, compiled):
     assert gate(compiled(spec, arch)) == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "block", "registers", "fits"),
+    [
+        ("sm_90", 256, 224, True),
+        ("sm_90", 256, 225, False),
+        ("sm_90", 1024, 64, True),
+        ("sm_90", 1024, 65, False),
+        ("sm_80", 256, 233, True),
+        ("sm_80", 320, 201, False),
+        ("sm_80", 128, 256, False),
+    ],
+)
+def test_the_gate_lets_no_block_pass_that_cannot_be_launched(arch, block, registers, fits, compiled):
+    kernel = compiled(SAMPLE[0], TUNED_FOR)
+    report = replace(kernel.report, registers=registers)
+    changed = replace(kernel, arch=arch, spec=replace(kernel.spec, block=block), report=report)
+    assert (gate(changed) == []) == fits
 
 
 @pytest.mark.slow

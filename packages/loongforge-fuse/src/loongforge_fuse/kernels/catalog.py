@@ -34,6 +34,7 @@ _MIXED = (("f32", "bf16", "f32", "bf16"), ("bf16", "bf16", "f32", "bf16"))
 TUNED_WIDTHS = (1152, 1536, 2048)  # where plans are chosen by measurement
 MAX_REGISTERS = 224
 TUNED_FOR = "sm_90"
+REGISTERS = 65_536  # of a multiprocessor, given to threads in eights: a block with more cannot be launched
 MAX_FRAME_ELSEWHERE = 192  # bytes of stack and spills where the plans were not measured
 
 
