@@ -239,3 +239,4 @@ def test_a_vision_mlp_without_gradients_is_at_least_as_exact_as_the_eager_chain(
             ours = (gelu_tanh_mlp(mlp, x).double() - expected).abs().mean()
     assert ours <= eager * 1.02
     assert not any("gelu_forward" in event.name for event in taken.events())
+    assert ops.op_counters()["epilogues"] == {"gelu_tanh": 1}

@@ -19,18 +19,21 @@ CODES: Final = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f3
 BLOCK: Final = 256
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
+_epilogues: Counter[str] = Counter()
 _dispatch_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001 - no public way to ask
 _functorch = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
 
 
 def op_counters() -> dict[str, dict[str, int]]:
-    """Return how often each kernel was launched, and how often an operator fell back to torch and why.
+    """Return how often each kernel was launched, how often an operator fell back to torch and why, and how
+    often one was the end of a matrix product (``epilogues``).
 
     Replays of a CUDA graph are not counted: they do not pass through Python.
     """
     return {
         "launches": launcher.launch_counts(),
         "fallbacks": {f"{name}: {reason}": count for (name, reason), count in _fallbacks.items()},
+        "epilogues": dict(_epilogues),
     }
 
 
@@ -38,11 +41,17 @@ def reset_op_counters() -> None:
     """Set all counters to zero."""
     launcher.reset_launch_counts()
     _fallbacks.clear()
+    _epilogues.clear()
 
 
 def fell_back(name: str, reason: str) -> None:
     """Count one call of `name` that ran as plain torch operators."""
     _fallbacks[name, reason] += 1
+
+
+def in_product(name: str) -> None:
+    """Count one call of `name` that a matrix product wrote itself."""
+    _epilogues[name] += 1
 
 
 def kernel(spec: KernelSpec, device: int) -> Function:

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loongforge_fuse import ops
+from loongforge_fuse.ops._common import in_product
 
 # Submodules are reached by attribute names that the patterns have checked.
 Module = Any
+
+_EPILOGUE_TYPES = (torch.bfloat16, torch.float16)
 
 
 def _linear_input(x: Tensor) -> torch.dtype:
@@ -65,24 +68,24 @@ def _rows(x: Tensor) -> Tensor:
 def gelu_tanh_mlp(module: Module, x: Tensor) -> Tensor:
     """fc2(gelu_tanh(fc1(x)))."""
     first = module.fc1
-    if torch.is_grad_enabled() or not x.is_cuda or not _plain_linear(first, x):
+    if torch.is_grad_enabled() or not x.is_cuda or x.dtype not in _EPILOGUE_TYPES or not _plain(first, x):
         return module.fc2(ops.gelu_tanh(first(x)))
     # Nothing is kept for a backward pass, so the product may write the activation itself.
+    in_product("gelu_tanh")
     rows = torch._addmm_activation(  # noqa: SLF001 - cuBLASLt's epilogue has no public name
         first.bias, x.flatten(0, -2), first.weight.t(), use_gelu=True
     )
     return module.fc2(rows.view(*x.shape[:-1], -1))
 
 
-def _plain_linear(module: Module, x: Tensor) -> bool:
-    """Whether calling a linear layer is one product with a bias of the input's 16-bit type."""
+def _plain(module: Module, x: Tensor) -> bool:
+    """Whether calling a linear layer is one product with a bias, all of the input's type."""
     return (
         type(module) is nn.Linear
         and module.bias is not None
-        and x.dtype in {torch.bfloat16, torch.float16}
         and module.weight.dtype == module.bias.dtype == x.dtype
         and not torch.is_autocast_enabled(x.device.type)
-        and not (module._forward_hooks or module._forward_pre_hooks)  # noqa: SLF001
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)  # noqa: SLF001
     )
 
 
@@ -149,17 +152,8 @@ def dit_block(
 
 def _linear(module: Module, x: Tensor) -> Tensor:
     """Call a linear layer; a trainable bias gets its gradient from our kernel where that is safe."""
-    bias = module.bias
-    if (
-        bias is not None
-        and bias.requires_grad
-        and torch.is_grad_enabled()
-        and type(module) is nn.Linear
-        and bias.dtype == x.dtype
-        and not torch.is_autocast_enabled(x.device.type)
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)  # noqa: SLF001
-    ):
-        return ops.linear(x, module.weight, bias)
+    if torch.is_grad_enabled() and _plain(module, x) and module.bias.requires_grad:
+        return ops.linear(x, module.weight, module.bias)
     return module(x)
 
 
