@@ -118,11 +118,19 @@ def plan_ahead(config: TrainConfig, model: nn.Module, ranks: Ranks) -> AheadPlan
     Call it before any pillar puts hooks on the model. A replay ends the need for the host, so that the GPU
     works on both at once; without graphs both would wait for the same host.
     """
-    pillars = config.pillars
-    if not (pillars.frozen_ahead and pillars.graph and pillars.data == "on" and pillars.device_prefetch):
-        return None
-    if ranks.device.type != "cuda" or config.strategy in {"fsdp2", "hsdp"}:
-        # Sharded weights are gathered by hooks of the step itself.
+    pillars, reason = config.pillars, None
+    if not pillars.frozen_ahead:
+        reason = "pillars.frozen_ahead is off"
+    elif not pillars.graph:
+        reason = "pillars.graph is off"
+    elif pillars.data != "on" or not pillars.device_prefetch:
+        reason = "batches are not copied ahead (pillars.data, pillars.device_prefetch)"
+    elif ranks.device.type != "cuda":
+        reason = f"the device is {ranks.device.type}"
+    elif config.strategy in {"fsdp2", "hsdp"}:
+        reason = f"strategy {config.strategy} gathers weights by hooks of the step itself"
+    if reason is not None:
+        log.debug("the frozen part stays in its step: %s", reason)
         return None
     fuse = require("loongforge_fuse", "loongforge-fuse", "use --no-graph")
     ahead = fuse.FrozenAhead(  # type: ignore[attr-defined]
