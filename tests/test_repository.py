@@ -27,6 +27,20 @@ def test_the_performance_page_is_generated_from_the_kept_results() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_goal_with_a_condition_is_not_met_by_a_figure_of_something_else(tmp_path, monkeypatch) -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "performance.py"))
+    goals, results = tmp_path / "goals.toml", tmp_path / "results"
+    goals.write_text('[h200.step]\nratio = ">= 1.4 if measured"\n')
+    (results / "h200").mkdir(parents=True)
+    table = page["_goals"]
+    monkeypatch.setitem(table.__globals__, "GOALS", goals)
+    monkeypatch.setitem(table.__globals__, "RESULTS", results)
+    for measured, shown in ((0.0, "not measured | **no**"), (1.0, "1.9 | yes")):
+        figures = {"ratio": 1.9, "measured": measured}
+        (results / "h200" / "step.json").write_text(json.dumps({"figures": figures}))
+        assert f"| step (h200) | ratio | >= 1.4 | {shown} |" in table()
+
+
 def test_every_kept_result_names_hardware_versions_command_and_repetitions() -> None:
     for path in (ROOT / "benchmarks" / "results").glob("*/*.json"):
         data = json.loads(path.read_text())

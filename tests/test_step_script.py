@@ -100,6 +100,19 @@ def test_a_limit_is_repeated_when_a_callback_swallows_its_exception(rounds):
         spin()
 
 
+def test_gaps_are_counted_where_no_kernel_of_any_stream_runs(rounds):
+    per = rounds.PROFILED
+    # Microseconds: two kernels overlap, then 3, 30 and 300 without any; order of arrival does not matter.
+    spans = [(0.0, 100.0), (50.0, 200.0), (203.0, 270.0), (600.0, 700.0), (300.0, 300.0), (300.0, 300.0)]
+    found = rounds.gaps([(a * per, b * per) for a, b in reversed(spans)])
+    assert found["span_ms"] == pytest.approx(0.7)
+    assert found["some_ms"] == pytest.approx(0.37, abs=0.011)
+    assert sum(found[f"{name}_ms"] for name in ("below_5_us", "5_to_50_us", "above_50_us")) == pytest.approx(
+        0.33, abs=0.011
+    )
+    assert rounds.gaps([]) == {"span_ms": 0.0, "some_ms": 0.0}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_script_runs_from_end_to_end_and_a_bad_column_costs_only_its_row(tmp_path):
