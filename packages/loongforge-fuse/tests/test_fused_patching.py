@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from loongforge_fuse import PatchPolicy, apply_fused_ops, register_pattern
+from loongforge_fuse import PatchPolicy, apply_fused_ops, join_linears, register_pattern
 from loongforge_fuse.patching import Pattern, registry
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -122,6 +122,21 @@ def result(model, inputs):
     out = model(*inputs)
     out.square().sum().backward()
     return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def test_a_fused_block_keeps_the_joined_product_of_its_attention(setup):
+    model, inputs = setup
+    model.eval()
+    before = result(model, inputs)
+    joined = join_linears(model, [("to_q", "to_k", "to_v"), ("to_k", "to_v")])
+    assert joined.products_saved == 3
+    assert apply_fused_ops(model, PatchPolicy(mode="always", include=("block", "cross"))).patched
+    joined.counters.clear()
+    after = result(model, inputs)
+    assert joined.counters == {"joined": 2}
+    assert torch.allclose(before[0], after[0], rtol=1e-5, atol=1e-5)
+    for name, grad in before[1].items():
+        torch.testing.assert_close(after[1][name], grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_patched_model_gives_the_same_numbers_gradients_and_state(setup):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from loongforge_fuse import GraphConfig, GraphRunner, join_linears
+from loongforge_fuse.ops.beside import WeightGradients
 from loongforge_fuse.testing import TinyVLA, tiny_batch
 from torch import nn
 from torch.nn import functional
@@ -218,6 +219,30 @@ def test_what_cannot_be_joined_is_named():
     assert "train" in report.left["mixed"]
     assert "patched" in report.left["patched"]
     assert join_linears(nn.ModuleDict({"a": Attention()}), frozen_only=True).left == {"a": "they train"}
+
+
+def test_layers_frozen_after_joining_leave_the_others_their_gradients():
+    ours, theirs = pair()
+    join_linears(ours)
+    for model in (ours, theirs):
+        model.own.to_k.weight.requires_grad_(False)
+        model.own.to_q.bias.requires_grad_(False)
+    assert_same(ours, theirs)
+
+
+def test_weight_gradients_of_a_joined_product_can_be_late():
+    ours, theirs = pair()
+    join_linears(ours)
+    late = WeightGradients(torch.device("cpu"))
+    with late.collecting(ours):
+        ours(*inputs()).square().sum().backward()
+        assert ours.own.to_q.weight.grad is None
+        assert ours.mlp.down_proj.weight.grad is not None
+    assert late.taken == 6 + 2 + 2
+    theirs(*inputs()).square().sum().backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_a_graph_replays_joined_layers():

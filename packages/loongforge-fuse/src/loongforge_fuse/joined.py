@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from loongforge_fuse.ops.beside import collector
+from loongforge_fuse.ops.products import sum_rows
 from loongforge_fuse.protocol import restore_forward
 
 SIBLINGS = (
@@ -237,28 +239,44 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         *leaves: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]  # type: ignore[attr-defined]
+        ctx.save_for_backward(x, weight, *leaves)
         return functional.linear(x, weight, bias)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        x, weight, *leaves = ctx.saved_tensors  # type: ignore[attr-defined]
         needs = ctx.needs_input_grad  # type: ignore[attr-defined]
         grad = grads[0].reshape(-1, weight.shape[0])
         rows = x.reshape(-1, x.shape[-1])
         # Under autocast the forward product ran in the type of the gradient.
         to_input = (grad @ weight.to(grad.dtype)).view(x.shape).to(x.dtype) if needs[0] else None
-        results: list[Tensor | None] = []
-        at = 0
-        for (shape, dtype), needed in zip(ctx.shapes, needs[3:], strict=True):  # type: ignore[attr-defined]
-            at = 0 if at == weight.shape[0] else at
-            own = grad[:, at : at + shape[0]]
-            at += shape[0]
-            if not needed:
-                results.append(None)
-            elif len(shape) == 2:
-                results.append((own.t() @ rows.to(grad.dtype)).to(dtype))
-            else:
-                results.append(own.sum(dim=0).to(dtype))
-        return to_input, None, None, *results
+        wanted = [leaf for leaf, needed in zip(leaves, needs[3:], strict=True) if needed]
+
+        def products() -> list[Tensor]:
+            return _to_leaves(grad, rows, leaves, needs[3:])
+
+        late = collector(grad.device, wanted)
+        if late is not None:
+            late.add(wanted, products, reads=(grad, rows))
+            return to_input, None, None, *(None for _ in leaves)
+        made = iter(products())
+        return to_input, None, None, *(next(made) if needed else None for needed in needs[3:])
+
+
+def _to_leaves(grad: Tensor, rows: Tensor, leaves: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    """Return the gradients of those weights, then biases, that need one, from that of the joined product."""
+    made: list[Tensor] = []
+    total: Tensor | None = None
+    at = 0
+    for leaf, wanted in zip(leaves, needed, strict=True):
+        at = 0 if at == grad.shape[1] else at
+        span = slice(at, at + leaf.shape[0])
+        at = span.stop
+        if wanted and leaf.dim() == 2:
+            made.append((grad[:, span].t() @ rows.to(grad.dtype)).to(leaf.dtype))
+        elif wanted:
+            total = sum_rows(grad) if total is None else total
+            # A tensor of its own: what adds to or keeps a gradient must not meet its neighbours.
+            made.append(total[span].to(leaf.dtype, copy=True))
+    return made

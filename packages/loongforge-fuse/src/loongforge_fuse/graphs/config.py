@@ -22,6 +22,9 @@ class GraphConfig:
         gradients: ``"accumulate"``: gradients are added to ``p.grad``, whose tensors never change.
             ``"overwrite"``: a pass that is a whole window writes fresh gradients and saves zeroing and adding
             (``p.grad`` then points to tensors of the replayed graph). Default ``"accumulate"``.
+        weight_gradients: ``"beside"``: layers whose operators allow it (:func:`loongforge_fuse.ops.linear`)
+            compute the gradients of their weights on a stream of their own, beside the chain of input
+            gradients. ``"in_line"``: in their place in the backward pass. Default ``"in_line"``.
         zero_in_graph: The first pass of a window clears the gradients inside the graph. Default False: the
             caller zeroes them.
         check_finite: ``"loss"``: a flag on the device says whether the loss was finite. ``"gradients"``: also
@@ -41,6 +44,7 @@ class GraphConfig:
     max_graphs: int = 8
     memory_cap_gb: float | None = None
     gradients: Literal["accumulate", "overwrite"] = "accumulate"
+    weight_gradients: Literal["in_line", "beside"] = "in_line"
     zero_in_graph: bool = False
     check_finite: Literal["loss", "gradients", "off"] = "loss"
     max_norm: float | None = None
@@ -53,6 +57,7 @@ class GraphConfig:
         for name, value, allowed in (
             ("mode", self.mode, {"auto", "emulated", "off"}),
             ("gradients", self.gradients, {"accumulate", "overwrite"}),
+            ("weight_gradients", self.weight_gradients, {"in_line", "beside"}),
             ("hooks", self.hooks, {"refuse", "allow"}),
             ("check_finite", self.check_finite, {"loss", "gradients", "off"}),
         ):

@@ -19,6 +19,7 @@ from loongforge_fuse.fusion.execute import (
 from loongforge_fuse.graphs.backend import Outputs, Pass
 from loongforge_fuse.graphs.config import GraphConfig
 from loongforge_fuse.graphs.optimizer import OptimizerInGraph
+from loongforge_fuse.ops.beside import WeightGradients
 from loongforge_fuse.protocol import Batch
 
 
@@ -56,6 +57,7 @@ class StepPass:
         self._config = config
         self._scaler = scaler
         self._device = device
+        self._late = WeightGradients(device) if config.weight_gradients == "beside" else None
         self._scale = torch.ones((), device=device) if scaler is not None else None
         self._optimizer = (
             OptimizerInGraph(optimizer, max_norm=config.max_norm, device=device)
@@ -101,7 +103,8 @@ class StepPass:
                 backward(total)
             else:
                 scaled = total if self._scale is None else total * self._scale.to(total.dtype)
-                scaled.backward()  # type: ignore[no-untyped-call]
+                with self._collecting():
+                    scaled.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 finite = self._finite(total)
                 if last and with_optimizer and self._optimizer is not None:
@@ -163,6 +166,9 @@ class StepPass:
         present = [p.grad for p in self._model.parameters() if p.requires_grad and p.grad is not None]
         if present:
             torch._foreach_zero_(present)
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._late is None else self._late.collecting(self._model)
 
     def _autocast(self, *, static: bool) -> AbstractContextManager[object]:
         """Autocast as around the call, but without its weight cache in a recording.

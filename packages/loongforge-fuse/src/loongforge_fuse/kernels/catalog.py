@@ -144,8 +144,8 @@ def patch_kernels(*, first_only: bool) -> Iterator[KernelSpec]:
 def optimizer_kernels() -> Iterator[KernelSpec]:
     """Variants of the optimizer and the random counter."""
     from loongforge_fuse.ops.adamw_tables import norm_spec, prepare_spec, update_spec
-    from loongforge_fuse.ops.bias import bias_spec
     from loongforge_fuse.ops.dropout import tick_spec
+    from loongforge_fuse.ops.products import bias_spec
 
     for code in FLOATS:
         yield bias_spec(code, code)

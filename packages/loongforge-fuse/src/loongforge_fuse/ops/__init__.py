@@ -6,7 +6,6 @@ numba nor a GPU.
 """
 
 from loongforge_fuse.ops._common import op_counters, reset_op_counters
-from loongforge_fuse.ops.bias import linear
 from loongforge_fuse.ops.cast import cast_scale
 from loongforge_fuse.ops.dropout import dropout_residual, philox_counter, philox_next, series_probability
 from loongforge_fuse.ops.elementwise import gelu_tanh, silu_mul
@@ -14,6 +13,7 @@ from loongforge_fuse.ops.image import image_table, image_table_to_half, image_to
 from loongforge_fuse.ops.normalize import layer_norm_modulate, rms_norm
 from loongforge_fuse.ops.patch_plan import patch_table
 from loongforge_fuse.ops.patches import masked_patch_embed, masked_unfold
+from loongforge_fuse.ops.products import linear
 from loongforge_fuse.ops.rope import head_norm_rope
 
 __all__ = [

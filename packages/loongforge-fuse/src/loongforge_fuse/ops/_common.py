@@ -124,6 +124,13 @@ def plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def ordinary(*tensors: Tensor) -> bool:
+    """Tell the same of tensors on any device; :func:`plain` is on the path of every call and stands alone."""
+    if torch.compiler.is_compiling() or _dispatch_modes() or _functorch() is not None:
+        return False
+    return all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
+
+
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Tell whether autograd has to record this call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

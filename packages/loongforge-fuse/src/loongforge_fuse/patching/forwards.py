@@ -82,6 +82,7 @@ def _plain(module: Module, x: Tensor) -> bool:
     """Whether calling a linear layer is one product with a bias, all of the input's type."""
     return (
         type(module) is nn.Linear
+        and "forward" not in vars(module)
         and module.bias is not None
         and module.weight.dtype == module.bias.dtype == x.dtype
         and not torch.is_autocast_enabled(x.device.type)

@@ -1,4 +1,4 @@
-"""The gradient of a linear layer's bias by one fast kernel, without touching the layer's forward."""
+"""Linear layers that train: bias gradients by one fast kernel, weight gradients beside the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from torch import Tensor
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops import reference
-from loongforge_fuse.ops._common import CODES, Context, define, direct_apply, fell_back, plain, resolve
+from loongforge_fuse.ops._common import (
+    CODES,
+    Context,
+    define,
+    direct_apply,
+    fell_back,
+    ordinary,
+    plain,
+    resolve,
+)
+from loongforge_fuse.ops.beside import collector
 
 _calls: dict[Hashable, Function] = {}
 # One block takes 64 columns; with more rows than this, torch's reduction over rows has more parallelism.
@@ -70,6 +80,12 @@ define(
 )
 
 
+def sum_rows(rows: Tensor) -> Tensor:
+    """Return the sums over the rows of (M, N), accumulated in float32: the gradient of a bias."""
+    total: Tensor = _cuda(rows) if plain(rows) else torch.ops.loongforge.bias_grad(rows)
+    return total
+
+
 class _WithBias(torch.autograd.Function):
     """Passes y on and gives the bias its gradient."""
 
@@ -84,15 +100,55 @@ class _WithBias(torch.autograd.Function):
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Pass the gradient on, and sum it over rows for the bias."""
         rows = grad.reshape(-1, grad.shape[-1])
-        total = _cuda(rows) if plain(rows) else torch.ops.loongforge.bias_grad(rows)
-        return grad, total.to(ctx.kind)
+        return grad, sum_rows(rows).to(ctx.kind)
 
 
-_apply = direct_apply(_WithBias)
+_with_bias = direct_apply(_WithBias)
+
+
+class _Linear(torch.autograd.Function):
+    """A product with a bias whose weight gradients may run beside the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return the product."""
+        ctx.save_for_backward(x, weight, bias)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Give x its gradient, and weight and bias theirs, at once or with the others at the end."""
+        x, weight, bias = ctx.saved_tensors
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        needs_x, *needs = ctx.needs_input_grad
+        to_x = (rows @ weight).view(x.shape) if needs_x else None
+
+        def products() -> list[Tensor]:
+            made = []
+            if needs[0]:
+                made.append(rows.t() @ inputs)
+            if needs[1]:
+                made.append(sum_rows(rows))
+            return made
+
+        wanted = [p for p, needed in zip((weight, bias), needs, strict=True) if needed]
+        late = collector(grad.device, wanted)
+        if late is not None:
+            late.add(wanted, products, reads=(rows, inputs))
+            return to_x, None, None
+        made = iter(products())
+        return to_x, next(made) if needs[0] else None, next(made) if needs[1] else None
+
+
+_linear = direct_apply(_Linear)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``torch.nn.functional.linear`` whose bias gradient is summed by one kernel, accumulated in float32.
+
+    The gradients of weight and bias run beside the backward pass where
+    :class:`~loongforge_fuse.ops.beside.WeightGradients` collects them.
 
     Args:
         x: (..., in).
@@ -100,9 +156,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias: (out,), of the type of the result.
 
     Returns:
-        (..., out). Forward, and the gradients of x and weight, are torch's own.
+        (..., out). Forward, and the gradients of x and weight, are torch's own products.
     """
+    if ordinary(x, weight, bias) and _alike(x, weight, bias):
+        return _linear(x, weight, bias)
     y = torch.nn.functional.linear(x, weight, bias.detach())
     if plain(y, bias):
-        return _apply(y, bias)
+        return _with_bias(y, bias)
     return _WithBias.apply(y, bias)  # type: ignore[no-untyped-call]
+
+
+def _alike(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Tell whether the product and its gradients have one type, without autocast."""
+    same = x.dtype == weight.dtype == bias.dtype
+    return same and not torch.is_autocast_enabled(x.device.type)

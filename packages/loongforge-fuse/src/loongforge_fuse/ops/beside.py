@@ -1,0 +1,138 @@
+"""Weight gradients on a stream of their own, beside the backward pass, which goes on without them.
+
+The chain of a backward pass is the gradients of inputs: each layer waits for the one above. Nobody waits for
+the gradients of weights before the optimizer does. With few rows neither product fills the device, and small
+kernels leave most of it idle; the products for the weights fill what the chain leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+Products = Callable[[], Sequence[Tensor]]
+
+_collecting: Final[dict[torch.device, WeightGradients]] = {}
+
+
+class WeightGradients:
+    """Collects the weight gradients of backward passes and adds them to ``p.grad`` when a pass is over.
+
+    Only layers that ask :func:`collector` take part, and only for parameters without gradient hooks: those
+    would run late. Values are those of the pass without this: the same products, on another stream.
+
+    Args:
+        device: Where the passes run. On CUDA the products have a stream of their own, elsewhere they run at
+            once and only their hand-over is late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._owned: frozenset[int] = frozenset()
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        self.taken = 0
+        """Products that ran beside a pass, since this was made; replays of graphs do not count."""
+
+    @contextmanager
+    def collecting(self, model: nn.Module) -> Iterator[None]:
+        """Take the weight gradients of a model's layers in this block; at its end they are in ``p.grad``.
+
+        When it ends, the current stream waits for them; the host does not. After an error nothing is added.
+        """
+        self._owned = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+        if self._device.type == "cuda" and self._stream is None:
+            self._stream = _ready_stream(self._device)
+        before = _collecting.get(self._device)
+        _collecting[self._device] = self
+        try:
+            yield
+            self._join()
+            self._hand_over()
+        except BaseException:
+            with suppress(RuntimeError):
+                self._join()
+            raise
+        finally:
+            self._made.clear()
+            if before is None:
+                _collecting.pop(self._device, None)
+            else:
+                _collecting[self._device] = before
+
+    def takes(self, parameters: Sequence[Tensor]) -> bool:
+        """Tell whether the gradients of these tensors can be late: trained weights here, seen by no hook."""
+        return all(
+            id(p) in self._owned
+            and not getattr(p, "_post_accumulate_grad_hooks", None)
+            and not getattr(p, "_backward_hooks", None)
+            for p in parameters
+        )
+
+    def add(self, parameters: Sequence[Tensor], products: Products, *, reads: Sequence[Tensor]) -> None:
+        """Run ``products`` behind what the current stream holds; they return a gradient for each parameter.
+
+        Args:
+            parameters: Those that :meth:`takes` allowed.
+            products: The work; it runs at once on the host.
+            reads: What it reads, beside weights; kept until it is done.
+        """
+        self.taken += len(parameters)
+        if self._stream is None:
+            self._keep(parameters, products())
+            return
+        self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        with torch.cuda.stream(self._stream):
+            self._keep(parameters, products())
+        for tensor in reads:
+            tensor.record_stream(self._stream)
+
+    def _keep(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            earlier = self._made.get(id(parameter))
+            # A weight that is used twice: both on this stream, so they can be added here.
+            total = gradient if earlier is None else earlier[1] + gradient
+            self._made[id(parameter)] = (parameter, total)
+
+    def _join(self) -> None:
+        if self._stream is not None and self._made:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _hand_over(self) -> None:
+        present: list[Tensor] = []
+        added: list[Tensor] = []
+        for parameter, gradient in self._made.values():
+            if self._stream is not None:
+                gradient.record_stream(torch.cuda.current_stream(self._device))
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                present.append(parameter.grad)
+                added.append(gradient)
+        if present:
+            with torch.no_grad():
+                torch._foreach_add_(present, added)
+
+
+def _ready_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream on which a backward pass has run a product.
+
+    The library's workspace belongs to thread and stream; made inside a capture it would hold on to the memory
+    of that graph.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_current_stream_capturing():
+        with torch.cuda.stream(stream), torch.enable_grad():
+            x = torch.zeros(16, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+            torch.autograd.grad((x @ x.detach()).sum(), x)
+    return stream
+
+
+def collector(device: torch.device, parameters: Sequence[Tensor]) -> WeightGradients | None:
+    """Return what takes the gradients of these parameters in the present backward pass, or None."""
+    found = _collecting.get(device)
+    return found if found is not None and found.takes(parameters) else None
