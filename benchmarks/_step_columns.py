@@ -65,7 +65,14 @@ INDUCTOR: Mapping[str, Mapping[str, object]] = {
     "multi": {"triton.multi_kernel": 1},
     "descent": {"coordinate_descent_tuning": True},
 }
-OPTIONS = {"adam", "masters", "ops", "fp8", "join", "plain", "ahead", "split", "first", *ATTENTION, *INDUCTOR}
+OPTIONS = {
+    *("adam", "masters", "ops", "fp8", "join", "plain", "beside", "ahead", "split", "first"),
+    *ATTENTION,
+    *INDUCTOR,
+}
+
+HEAD_SIBLINGS = (("to_q", "to_k", "to_v"), ("to_k", "to_v"))
+"""Layers of one input in the action head."""
 
 Step = Callable[[], Tensor]
 
@@ -141,7 +148,8 @@ def make_bench(*, tiny: bool, device: str, mixed: bool, join: bool = False) -> B
     joined, saved = None, 0
     if join:
         joined = shell_of(model)
-        saved = join_linears(joined).products_saved
+        # Joined in the frozen tower, queries, keys and values come out as parts that attention copies first.
+        saved = join_linears(joined, HEAD_SIBLINGS).products_saved
     window = [groot.micro_batch(SAMPLES, model=model, device=device, seed=i) for i in range(MICRO)]
     return Bench(
         device=device, model=model, window=window, autocast=mixed, joined=joined, products_saved=saved
@@ -248,6 +256,7 @@ def graph_step(
     spare: int = 0,
     split: bool = False,
     priority: int = 0,
+    beside: bool = False,
 ) -> Step:
     """Graphed steps, clip and optimizer inside the graph.
 
@@ -257,6 +266,7 @@ def graph_step(
     config = GraphConfig(
         mode="auto" if bench.device == "cuda" else "emulated",
         gradients="overwrite" if factor == MICRO else "accumulate",
+        weight_gradients="beside" if beside else "in_line",
         zero_in_graph=True,
         max_norm=CLIP,
         # On the CPU, a dry run, the blocks stay as they are: compiling them there takes minutes.
@@ -366,6 +376,7 @@ def _ours(
         spare=spare[0] if spare else 0,
         split="split" in options,
         priority=-1 if "first" in options else 0,
+        beside="beside" in options,
     )
     return Column(step=step, facts=facts, half=masters)
 

@@ -19,6 +19,8 @@ import torch
 from _step_columns import Bench, Column, Step, build
 
 WARM_STEPS = 5
+TIMED_STEPS = 2
+"""Steps that tell how many more fit into a turn."""
 PROFILED = 3
 """Steps in a profile."""
 GIB = 2**30
@@ -32,19 +34,25 @@ class Turn:
         name: The column's name.
         column: The column; None when preparing it failed.
         row: Its row of the result.
+        steps: Timed steps in a turn.
         ms: Milliseconds per step, one value per round; None where the round failed.
+        host_ms: Milliseconds per step until the last one was handed to the device, one value per round.
     """
 
     name: str
     column: Column | None
     row: dict[str, object]
+    steps: int = 1
     ms: list[float | None] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
 
     def fill_row(self) -> None:
         """Put what was measured so far into the row."""
         known = [v for v in self.ms if v is not None]
         if known:
+            self.row["steps"] = self.steps
             self.row["ms"] = _common.spread(known)
+            self.row["host_ms"] = round(statistics.median(self.host_ms), 2)
 
 
 class Deadline:
@@ -82,7 +90,16 @@ def problem(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:600]}\n{traceback.format_exc()[-1200:]}"
 
 
-def prepare(name: str, bench: Bench, stack: contextlib.ExitStack, *, limit: float, base_gib: float) -> Turn:
+def prepare(
+    name: str,
+    bench: Bench,
+    stack: contextlib.ExitStack,
+    *,
+    limit: float,
+    base_gib: float,
+    turn_s: float,
+    least_steps: int,
+) -> Turn:
     """Build a column and take its first steps, in which it compiles and captures.
 
     Args:
@@ -91,11 +108,14 @@ def prepare(name: str, bench: Bench, stack: contextlib.ExitStack, *, limit: floa
         stack: Closed when the measurement is over.
         limit: Seconds it may take.
         base_gib: What model and shared optimizer hold, added to the column's own memory.
+        turn_s: Seconds of a turn: every column works for the same time, so that filling the device's queue
+            and draining it weigh alike, and so do its clocks.
+        least_steps: Steps of a turn at least.
     """
     row: dict[str, object] = {"column": name}
     cuda = bench.device == "cuda"
     started = time.perf_counter()
-    before = 0
+    before, steps = 0, least_steps
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -106,6 +126,8 @@ def prepare(name: str, bench: Bench, stack: contextlib.ExitStack, *, limit: floa
             for _ in range(WARM_STEPS):
                 loss = column.step()
             row["loss"] = round(float(loss), 4)
+            taken_s = timed(column, TIMED_STEPS, cuda=cuda)[0] / TIMED_STEPS
+            steps = max(least_steps, round(turn_s / taken_s))
     except Exception as error:
         row["error"] = problem(error)
         column = None
@@ -117,7 +139,7 @@ def prepare(name: str, bench: Bench, stack: contextlib.ExitStack, *, limit: floa
             row["peak_gib"] = round(base_gib + own / GIB, 1)
             row["stays_gib"] = round((torch.cuda.memory_allocated() - before) / GIB, 1)
     clean(bench)
-    return Turn(name=name, column=column, row=row)
+    return Turn(name=name, column=column, row=row, steps=steps)
 
 
 def clean(bench: Bench) -> None:
@@ -126,7 +148,18 @@ def clean(bench: Bench) -> None:
     gc.collect()
 
 
-def take_turns(turns: Sequence[Turn], bench: Bench, *, steps: int) -> None:
+def timed(column: Column, steps: int, *, cuda: bool) -> tuple[float, float]:
+    """Return the seconds that some steps take, and those until the host has handed over the last one."""
+    wait(cuda)
+    started = time.perf_counter()
+    for _ in range(steps):
+        column.step()
+    handed = time.perf_counter()
+    wait(cuda)
+    return time.perf_counter() - started, handed - started
+
+
+def take_turns(turns: Sequence[Turn], bench: Bench) -> None:
     """Run one round: each column takes a few steps, one column after the other."""
     cuda = bench.device == "cuda"
     for turn in turns:
@@ -135,12 +168,9 @@ def take_turns(turns: Sequence[Turn], bench: Bench, *, steps: int) -> None:
         bench.store(half=turn.column.half)
         try:
             turn.column.step()
-            wait(cuda)
-            started = time.perf_counter()
-            for _ in range(steps):
-                turn.column.step()
-            wait(cuda)
-            turn.ms.append((time.perf_counter() - started) / steps * 1e3)
+            whole, host = timed(turn.column, turn.steps, cuda=cuda)
+            turn.ms.append(whole / turn.steps * 1e3)
+            turn.host_ms.append(host / turn.steps * 1e3)
         except Exception as error:
             turn.row["error"] = problem(error)
             turn.column = None

@@ -9,17 +9,20 @@ clipping, in one process on one GPU. Columns:
 * ``graph_fused_compile``: with the repeated blocks compiled before capture;
 * ``ours+OPTION+...``: that with options: ``adam`` our one-pass AdamW (clipping inside), ``masters`` 16-bit
   weights with float32 masters in it instead of float32 weights under autocast, ``cudnn`` or ``flash``
-  attention first, ``ops`` our fused operators, ``plain`` without compiled blocks, ``ahead`` the frozen part
-  of the next step's samples beside the present step (``split``: its end beside the optimizer; ``spareN``:
-  its products leave N multiprocessors free; ``first``: the step's kernels have a higher priority), ``join``
-  linear layers of one input as one product, ``combo``, ``multi`` or ``descent`` settings of the compiler,
-  ``fp8`` frozen linear layers in float8 (opt-in, changes the numbers);
+  attention first, ``ops`` our fused operators, ``plain`` without compiled blocks, ``beside`` the gradients of
+  weights on a stream of their own, ``join`` queries, keys and values of the action head as one product,
+  ``ahead`` the frozen part of the next step's samples beside the present step (``split``: its end beside the
+  optimizer; ``spareN``: its products leave N multiprocessors free; ``first``: the step's kernels go first),
+  ``combo``, ``multi`` or ``descent`` settings of the compiler, ``fp8`` frozen linear layers in float8
+  (opt-in, changes the numbers);
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
 All columns are prepared first (compiled, captured), the whole model's compile last: it takes four to five
-minutes and may run out of time. Then they take short turns, round after round, and a ratio is taken within
-each round: the host's speed drifts by a third within minutes, and with it everything that waits for the host.
+minutes and may run out of time. Then they take turns of one second each (three steps at least), round after
+round, and a ratio is taken within each round: the host's speed drifts by a third within minutes, and with it
+everything that waits for the host. ``host_ms`` is what the host needs for a step: close to ``ms``, the step
+waits for the host.
 Each row has milliseconds per step, peak memory, kernels, GPU time by family of kernels, and the gaps between
 kernels. A column that fails leaves its error in its row; the result is written after every step of the way,
 so that an interrupted run still has what was measured.
@@ -117,14 +120,25 @@ def run(bench: Bench, columns: list[str], report: Report, deadline: Deadline, pr
             if limit < 3.0:
                 turns[name] = Turn(name=name, column=None, row={"column": name, "error": "no time left"})
             else:
-                turns[name] = prepare(name, bench, stack, limit=limit, base_gib=base)
+                turns[name] = prepare(
+                    name,
+                    bench,
+                    stack,
+                    limit=limit,
+                    base_gib=base,
+                    turn_s=args.turn_s,
+                    least_steps=args.steps,
+                )
             report.say(json.dumps(turns[name].row)[:700])
+        round_s = 0.0
         for number in range(args.rounds):
             # Profiles take a second or two a column.
-            if number and deadline.left() < 2.0 * len(columns) + 10.0:
+            if number and deadline.left() < round_s + 2.0 * len(columns) + 10.0:
                 report.notes.append(f"{precision}: time for {number} of {args.rounds} rounds")
                 break
-            take_turns(list(turns.values()), bench, steps=args.steps)
+            before_s = deadline.left()
+            take_turns(list(turns.values()), bench)
+            round_s = before_s - deadline.left()
             shown = {name: round(turn.ms[-1], 1) for name, turn in turns.items() if turn.ms and turn.ms[-1]}
             report.say(f"round {number}: {shown}")
         for turn in turns.values():
@@ -158,7 +172,8 @@ def arguments() -> ArgumentParser:
     )
     parser.add_argument("--budget-s", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each column, default 9 (quick: 3)")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps in a turn")
+    parser.add_argument("--turn-s", type=float, default=1.0, help="seconds of a turn of every column")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn at least")
     return parser
 
 
