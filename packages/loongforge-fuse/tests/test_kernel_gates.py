@@ -64,6 +64,8 @@ def test_one_variant_of_each_kernel_passes_the_gate(spec, compiled):
 @pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if a != TUNED_FOR])
 @pytest.mark.parametrize("spec", SAMPLE, ids=lambda s: s.maker)
 def test_one_variant_of_each_kernel_passes_the_gate_elsewhere(spec, arch, compiled):
+    if not spec.runs_on(arch):
+        pytest.skip(f"needs compute capability {spec.capability / 10}")
     assert gate(compiled(spec, arch)) == []
 
 
@@ -91,7 +93,7 @@ def test_the_gate_lets_no_block_pass_that_cannot_be_launched(arch, block, regist
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kernel_passes_the_gate(family, arch):
-    found = {spec.name: gate(compile_kernel(spec, arch)) for spec in catalog(family)}
+    found = {spec.name: gate(compile_kernel(spec, arch)) for spec in catalog(family) if spec.runs_on(arch)}
     assert {name: problems for name, problems in found.items() if problems} == {}
 
 
@@ -123,6 +125,35 @@ def test_a_kernel_that_is_wrong_names_itself():
         compile_kernel(spec, "sm_90")
     with pytest.raises(ValueError, match="arch must look like 'sm_90', got 'hopper'"):
         compile_kernel(spec, "hopper")
+
+
+def test_kernels_of_newer_instructions_are_built_where_there_are_some(tmp_path, monkeypatch, capsys):
+    spec = next(s for s in catalog("float8") if s.options["x"] == "bf16")
+    assert [arch for arch in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100") if spec.runs_on(arch)] == [
+        "sm_89", "sm_90", "sm_100",
+    ]  # fmt: skip
+    monkeypatch.setenv("LOONGFORGE_CACHE_DIR", str(tmp_path))
+    assert main(["kernels", "build", "--arch", "sm_80", "--match", spec.name, "--out", str(tmp_path)]) == 0
+    assert "0 compiled, 0 with problems" in capsys.readouterr().out
+    with pytest.raises(KernelCompileError, match=r"needs compute capability 8\.9, sm_80 is below it"):
+        compile_kernel(spec, "sm_80")
+    monkeypatch.setattr(driver, "architecture", lambda device: "sm_80")
+    with pytest.raises(launcher.KernelUnavailableError, match=r"capability 8\.9, this GPU has 8\.0"):
+        launcher.function(spec, 77)
+
+
+def test_quantising_converts_four_values_by_two_instructions_and_divides_without_a_branch(compiled):
+    from loongforge_fuse.ops.quantise_plan import plan_of, quantise_spec
+
+    for width, activation in ((2048, "none"), (4304, "gelu_tanh"), (6144, "silu_mul")):
+        plan = plan_of(width, activation)
+        kernel = compiled(quantise_spec(plan, width, "bf16", activation), TUNED_FOR)
+        assert gate(kernel) == []
+        inputs = 2 if activation == "silu_mul" else 1
+        assert kernel.report.vector_loads == inputs * plan.vectors
+        assert kernel.ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 4 * plan.vectors
+        assert kernel.ptx.count("div.rn") == 0
+        assert kernel.report.registers <= 65536 // (plan.min_blocks * plan.block)
 
 
 def test_build_writes_cubins_that_are_found_without_numba(tmp_path, monkeypatch):

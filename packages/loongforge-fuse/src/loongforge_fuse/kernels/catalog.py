@@ -32,6 +32,14 @@ NORMS = {
 _SAME = {"bf16": ("bf16",) * 4, "f16": ("f16",) * 4, "f32": ("f32",) * 4}
 _MIXED = (("f32", "bf16", "f32", "bf16"), ("bf16", "bf16", "f32", "bf16"))
 TUNED_WIDTHS = (1152, 1536, 2048)  # where plans are chosen by measurement
+# Row widths that are quantised to float8, by the activation in front: vision and language of the model (their
+# widths, those of attention, of the MLPs and of the connector); and narrow ones, in every type.
+FLOAT8_ROWS = {
+    "none": (1152, 2048, 4304, 4608, 6144),
+    "gelu_tanh": (4304,),
+    "silu_mul": (6144,),
+}
+FLOAT8_SMALL = (16, 32, 48, 64, 128, 256, 512)
 MAX_REGISTERS = 224
 TUNED_FOR = "sm_90"
 REGISTERS = 65_536  # of a multiprocessor, given to threads in eights: a block with more cannot be launched
@@ -174,12 +182,28 @@ def rope_kernels() -> Iterator[KernelSpec]:
             yield rope_backward_spec(x, w, c, width, each, columns=columns)
 
 
+def float8_kernels() -> Iterator[KernelSpec]:
+    """Variants of the quantisation of rows: model widths in bf16, and small rows."""
+    from loongforge_fuse.ops.quantise_plan import plan_of, quantise_spec
+
+    for activation, widths in FLOAT8_ROWS.items():
+        for width, x in (*((w, "bf16") for w in widths), *product(FLOAT8_SMALL, FLOATS)):
+            plan = plan_of(width, activation)
+            if plan is not None:
+                yield quantise_spec(plan, width, x, activation)
+
+
 def tuning_kernels() -> Iterator[KernelSpec]:
     """Other ways of doing the same, which ``kernels tune`` measures against the defaults."""
     from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS, gelu_dropout_spec
     from loongforge_fuse.ops.image import TABLE_WAYS, table_spec
     from loongforge_fuse.ops.norm_plan import backward_spec, backward_ways, forward_spec, forward_ways
+    from loongforge_fuse.ops.quantise_plan import quantise_spec, ways_of
 
+    for activation, widths in FLOAT8_ROWS.items():
+        for width in widths:
+            for plan in ways_of(width, activation).values():
+                yield quantise_spec(plan, width, "bf16", activation)
     same = dict.fromkeys("xwy", "bf16")
     for way in GELU_DROPOUT_WAYS[1:]:
         yield gelu_dropout_spec("bf16", vector=True, way=way)
@@ -208,9 +232,10 @@ FAMILIES = {
     "image": image_kernels,
     "optimizer": optimizer_kernels,
     "rope": rope_kernels,
+    "float8": float8_kernels,
     "tuning": tuning_kernels,
 }
-SHIPPED = ("elementwise", "norm", "image", "optimizer", "rope")
+SHIPPED = ("elementwise", "norm", "image", "optimizer", "rope", "float8")
 
 
 def catalog(family: str | None = None) -> tuple[KernelSpec, ...]:

@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "tune":
         return _tune(arguments.match)
     specs = [s for s in catalog(arguments.family) if not arguments.match or arguments.match in s.name]
-    tasks = [(spec, arch) for arch in arguments.arch or ARCHITECTURES for spec in specs]
+    chosen = arguments.arch or ARCHITECTURES
+    tasks = [(spec, arch) for arch in chosen for spec in specs if spec.runs_on(arch)]
     folder = arguments.out or store.user_cache()
     kernels: list[CompiledKernel] = []
     failures = 0

@@ -82,6 +82,9 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
     if match is None:
         message = f"arch must look like 'sm_90', got {arch!r}"
         raise ValueError(message)
+    if not spec.runs_on(arch):
+        message = f"kernel {spec.name} needs compute capability {spec.capability / 10}, {arch} is below it"
+        raise KernelCompileError(message)
     try:
         ptx = _ptx(spec, (int(match[1]), int(match[2])))
         cubin, log = _link(ptx, arch)

@@ -38,6 +38,10 @@ def function(spec: KernelSpec, device: int) -> driver.Function:
             raise KernelUnavailableError(_refused[key])
         arch = driver.architecture(device)
         try:
+            if not spec.runs_on(arch):
+                need, have = spec.capability / 10, int(arch.removeprefix("sm_")) / 10
+                message = f"{spec.maker} needs compute capability {need}, this GPU has {have}"
+                raise KernelUnavailableError(message)
             code = store.find(spec, arch) or _compile(spec, arch)
             loaded = driver.Function(
                 cubin=code,

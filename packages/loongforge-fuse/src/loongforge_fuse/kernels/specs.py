@@ -27,6 +27,7 @@ class KernelSpec:
         min_blocks: blocks that must fit on a multiprocessor, which limits registers; 0: the compiler's
         choice.
         vector: 16-byte accesses are expected in the code (checked by the compile gate).
+        capability: lowest compute capability that has the kernel's instructions, times ten; 0: any.
     """
 
     module: str
@@ -36,6 +37,11 @@ class KernelSpec:
     block: int = 256
     min_blocks: int = 0
     vector: bool = True
+    capability: int = 0
+
+    def runs_on(self, arch: str) -> bool:
+        """Tell whether an architecture (such as ``"sm_90"``) has the kernel's instructions."""
+        return int(arch.removeprefix("sm_")) >= self.capability
 
     @property
     def name(self) -> str:

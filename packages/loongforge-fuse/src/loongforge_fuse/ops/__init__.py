@@ -14,6 +14,7 @@ from loongforge_fuse.ops.normalize import layer_norm_modulate, rms_norm
 from loongforge_fuse.ops.patch_plan import patch_table
 from loongforge_fuse.ops.patches import masked_patch_embed, masked_unfold
 from loongforge_fuse.ops.products import linear
+from loongforge_fuse.ops.quantise import quantise_rows
 from loongforge_fuse.ops.rope import head_norm_rope
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "patch_table",
     "philox_counter",
     "philox_next",
+    "quantise_rows",
     "reset_op_counters",
     "rms_norm",
     "series_probability",

@@ -11,6 +11,9 @@ from torch import Tensor
 _KEYS = (0x9E3779B9, 0xBB67AE85)
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _MASK = 0xFFFFFFFF
+E4M3_MAX = 448.0
+SMALLEST = 1e-12
+"""The largest magnitude that a row of zeros is taken to have when it is quantised."""
 
 
 def wide(x: Tensor) -> Tensor:
@@ -99,6 +102,26 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
     s = torch.sigmoid(a)
     dgate = g * b * (s + a * s * (1 - s))
     return dgate.to(gate.dtype).contiguous(), (g * a * s).to(up.dtype).contiguous()
+
+
+def quantise_rows(x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    """Rows of x, of gelu(x) or of silu(x) * up as e4m3 (M, K), and the float32 scales (M, 1) of the rows.
+
+    The factor of an element is 448 / m, rounded, not the reciprocal of the rounded scale: one rounding less,
+    and where 448 / m is exact nothing but the last rounding happens. The scale is m * (1 / 448), which costs
+    no division; it is what torch makes of m / 448 on a GPU.
+    """
+    if activation == "gelu_tanh":
+        x = gelu_tanh(x, 0.0, None)
+    elif up is not None:
+        x = silu_mul(x, up)
+    rows = x.reshape(-1, x.shape[-1]).float()
+    most = rows.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+    # A number divided by a tensor would be a product with its reciprocal.
+    scaled = rows * (torch.full_like(most, E4M3_MAX) / most)
+    # A NaN has no sign here: conversions of the hardware drop it, others keep it.
+    scaled = scaled.masked_fill(scaled.isnan(), float("nan")).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn), most * (1.0 / E4M3_MAX)
 
 
 def dropout_residual(x: Tensor, residual: Tensor | None, p: float, key: Tensor) -> Tensor:

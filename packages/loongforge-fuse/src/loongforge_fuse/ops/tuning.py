@@ -22,6 +22,8 @@ from loongforge_fuse.ops.norm_launch import backward_job, forward_job, run_norm,
 from loongforge_fuse.ops.norm_plan import backward_ways, forward_ways
 from loongforge_fuse.ops.patch_launch import gather_job, rows_backward_cuda, rows_cuda, scatter_job
 from loongforge_fuse.ops.patch_plan import gather_ways, padded_length, patch_table, scatter_ways
+from loongforge_fuse.ops.quantise import quantise_rows
+from loongforge_fuse.ops.quantise_plan import FLOAT8_CAPABILITY, job_of, ways_of
 
 Work = Callable[[], object]
 _BF16 = torch.bfloat16
@@ -36,6 +38,16 @@ _MODEL_ROWS = (
     (2048, False, 16 * 220, 1),
     (2048, True, 32 * 81, 1),
     (2048, True, 32 * 81, 16),
+)
+# Width, rows at 16 samples and activation in front of the float8 layers of vision and language.
+_QUANTISED = (
+    (1152, 32 * 324, "none"),
+    (4304, 32 * 324, "none"),
+    (4304, 32 * 324, "gelu_tanh"),
+    (4608, 32 * 81, "none"),
+    (2048, 16 * 220, "none"),
+    (6144, 16 * 220, "none"),
+    (6144, 16 * 220, "silu_mul"),
 )
 _LARGE_ELEMENTS = 2**25
 _HALF = [0.5, 0.5, 0.5]
@@ -176,9 +188,28 @@ def _norm_jobs() -> Iterator[Job]:
             )
 
 
+def _quantise_jobs() -> Iterator[Job]:
+    for width, rows, activation in _QUANTISED:
+
+        def make(width: int = width, rows: int = rows, activation: str = activation) -> Work:
+            x = _half(rows, width)
+            up = _half(rows, width) if activation == "silu_mul" else None
+            return lambda: quantise_rows(x, up=up, activation=activation)
+
+        yield Job(
+            name=job_of(width, activation),
+            ways=tuple(ways_of(width, activation)),
+            make=make,
+            size=(5 if activation == "silu_mul" else 3) * rows * width,
+        )
+
+
 def jobs() -> tuple[Job, ...]:
-    """Return all choices that measurement may decide; makes nothing on the device yet."""
-    return tuple(j for j in (_gelu_job(), _table_job(), *_patch_jobs(), *_norm_jobs()) if len(j.ways) > 1)
+    """Return all choices that measurement may decide here; makes nothing on the device yet."""
+    found = [_gelu_job(), _table_job(), *_patch_jobs(), *_norm_jobs()]
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= divmod(FLOAT8_CAPABILITY, 10):
+        found += _quantise_jobs()
+    return tuple(j for j in found if len(j.ways) > 1)
 
 
 def _captured(job: Job, way: str) -> Work:

@@ -64,10 +64,15 @@ def _all(*checks: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], st
     return refuses
 
 
-_LINEAR = ("Linear",)
+_LINEAR = ("Linear", "Float8FrozenLinear")
 _VISION_MLP = Structure(type_name="VisionMLP", children={"fc1": _LINEAR, "fc2": _LINEAR})
 _LANGUAGE_MLP = Structure(
     type_name="LanguageMLP", children={"gate_proj": _LINEAR, "up_proj": _LINEAR, "down_proj": _LINEAR}
+)
+_VISION_ATTENTION = Structure(
+    type_name="VisionAttention",
+    children={"q_proj": _LINEAR, "k_proj": _LINEAR, "v_proj": _LINEAR, "out_proj": _LINEAR},
+    attributes=("heads",),
 )
 _VISION_BLOCK = Structure(
     type_name="VisionBlock",
@@ -202,6 +207,12 @@ BUILTIN = (
         forward=forwards.language_attention,
         examples=_rotary_examples(""),
         covers=("q_norm", "k_norm"),
+    ),
+    Pattern(
+        name="vision_attention",
+        refuses=_VISION_ATTENTION.refuses,
+        forward=forwards.vision_attention,
+        examples=_hidden_examples("q_proj"),
     ),
     Pattern(
         name="vision_block",

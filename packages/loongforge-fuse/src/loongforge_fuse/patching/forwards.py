@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from loongforge_fuse import ops
 from loongforge_fuse.ops._common import in_product
+from loongforge_fuse.precision.fp8 import Float8FrozenLinear
 
 # Submodules are reached by attribute names that the patterns have checked.
 Module = Any
@@ -69,7 +70,7 @@ def gelu_tanh_mlp(module: Module, x: Tensor) -> Tensor:
     """fc2(gelu_tanh(fc1(x)))."""
     first = module.fc1
     if torch.is_grad_enabled() or not x.is_cuda or x.dtype not in _EPILOGUE_TYPES or not _plain(first, x):
-        return module.fc2(ops.gelu_tanh(first(x)))
+        return _after(module.fc2, "gelu_tanh", first(x))
     # Nothing is kept for a backward pass, so the product may write the activation itself.
     in_product("gelu_tanh")
     rows = torch._addmm_activation(  # noqa: SLF001 - cuBLASLt's epilogue has no public name
@@ -90,9 +91,43 @@ def _plain(module: Module, x: Tensor) -> bool:
     )
 
 
+def _float8(module: Module) -> bool:
+    """Whether a linear layer is a float8 one that nobody watches or has changed: its halves may be called."""
+    return (
+        type(module) is Float8FrozenLinear
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)  # noqa: SLF001
+    )
+
+
+def _after(linear: Module, activation: str, x: Tensor, up: Tensor | None = None) -> Tensor:
+    """Apply an activation and a linear layer; in float8 the activation is part of quantising its input."""
+    if _float8(linear):
+        return linear.multiply(linear.rows(x, up=up, activation=activation), x)
+    return linear(ops.gelu_tanh(x) if up is None else ops.silu_mul(x, up))
+
+
+def _each(linears: tuple[Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """Apply linear layers that read the same input; in float8 it is quantised once."""
+    if all(_float8(linear) for linear in linears):
+        rows = linears[0].rows(x)
+        return tuple(linear.multiply(rows, x) for linear in linears)
+    return tuple(linear(x) for linear in linears)
+
+
 def silu_gated_mlp(module: Module, x: Tensor) -> Tensor:
     """down_proj(silu(gate_proj(x)) * up_proj(x))."""
-    return module.down_proj(ops.silu_mul(module.gate_proj(x), module.up_proj(x)))
+    gate, up = _each((module.gate_proj, module.up_proj), x)
+    return _after(module.down_proj, "silu_mul", gate, up)
+
+
+def vision_attention(module: Module, x: Tensor) -> Tensor:
+    """Full attention of one head width; what its projections read is one tensor."""
+    n, p, d = x.shape
+    projected = _each((module.q_proj, module.k_proj, module.v_proj), x)
+    q, k, v = (t.view(n, p, module.heads, d // module.heads).transpose(1, 2) for t in projected)
+    mixed = functional.scaled_dot_product_attention(q, k, v)
+    return module.out_proj(mixed.transpose(1, 2).reshape(n, p, d))
 
 
 def vision_block(module: Module, x: Tensor) -> Tensor:
@@ -112,9 +147,9 @@ def language_attention(module: Module, x: Tensor, cosines: Tensor, sines: Tensor
     b, length, _ = x.shape
     shape = (b, length, -1, module.head_dim)
     q_norm, k_norm = module.q_norm, module.k_norm
-    q = ops.head_norm_rope(module.q_proj(x).view(shape), q_norm.weight, cosines, sines, eps=rms_eps(q_norm))
-    k = ops.head_norm_rope(module.k_proj(x).view(shape), k_norm.weight, cosines, sines, eps=rms_eps(k_norm))
-    v = module.v_proj(x).view(shape)
+    q, k, v = (t.view(shape) for t in _each((module.q_proj, module.k_proj, module.v_proj), x))
+    q = ops.head_norm_rope(q, q_norm.weight, cosines, sines, eps=rms_eps(q_norm))
+    k = ops.head_norm_rope(k, k_norm.weight, cosines, sines, eps=rms_eps(k_norm))
     mixed = functional.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=module.grouped
     )

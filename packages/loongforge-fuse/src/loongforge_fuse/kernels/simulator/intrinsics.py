@@ -13,7 +13,7 @@ import numpy as np
 from loongforge_fuse.kernels.simulator.memory import Memory
 
 _TYPES = ("bf16", "f16", "f32")
-_PER_WORD = {"u8": 4, "bf16": 2, "f16": 2, "f32": 1}
+_PER_WORD = {"u8": 4, "e4m3": 4, "bf16": 2, "f16": 2, "f32": 1}
 _SHAPES = tuple((name, n) for name in _TYPES for n in (4, 8))
 _Array = Any  # a local or shared array of the simulator
 _Do = Callable[..., Any]
@@ -42,6 +42,8 @@ def narrowed(values: list[Any], dtype: str) -> list[int]:
     wide = np.array(values, dtype=np.float32)
     if dtype == "f32":
         return wide.view(np.uint32).tolist()
+    if dtype == "e4m3":
+        return _e4m3_codes(wide).view(np.uint32).tolist()
     if dtype == "f16":
         with np.errstate(over="ignore"):
             return wide.astype(np.float16).view(np.uint32).tolist()
@@ -49,6 +51,22 @@ def narrowed(values: list[Any], dtype: str) -> list[int]:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     halves = np.where(np.isnan(wide), 0x7FFF, rounded).astype(np.uint16)
     return halves.view(np.uint32).tolist()
+
+
+def _e4m3_codes(values: np.ndarray) -> np.ndarray:
+    """Return the bytes of float32 values in e4m3: nearest, ties to even, beyond 448 and infinities to 448.
+
+    A NaN of either sign is 0x7F, as the instruction makes it.
+    """
+    size = np.minimum(np.abs(values.astype(np.float64)), 1024.0)  # keeps a NaN
+    _, exponents = np.frexp(size)
+    # Three bits after the leading one; below 2^-6 a fixed grid.
+    lowest = np.where(size == 0.0, -6, np.maximum(exponents - 1, -6))
+    steps = np.rint(np.ldexp(size, 3 - lowest))
+    # A mantissa that was rounded up to 16 steps carries into the exponent by the addition.
+    codes = np.minimum(np.nan_to_num(steps).astype(np.int64) + 8 * (lowest + 6), 0x7E)
+    codes = np.where(np.isnan(values), 0x7F, codes | np.signbit(values).astype(np.int64) << 7)
+    return codes.astype(np.uint8)
 
 
 class _Access:
@@ -117,11 +135,19 @@ def _vectors(access: _Access) -> dict[str, Any]:
 
         return do
 
+    def pack(dtype: str, n: int) -> _Do:
+        def do(values: _Array, position: int, raw: _Array, start: int) -> None:
+            words = narrowed([values[position + i] for i in range(n)], dtype)
+            raw[start : start + len(words)] = words
+
+        return do
+
     bytes_too = (*_SHAPES, ("u8", 4), ("u8", 8))
     counts = {s: raw_words(*s) for s in bytes_too}
     return {
         "LOAD": {s: load(*s) for s in _SHAPES},
-        "STORE": {s: store(*s) for s in _SHAPES},
+        "STORE": {s: store(*s) for s in (*_SHAPES, ("e4m3", 8))},
+        "PACK": {s: pack(*s) for s in _SHAPES},
         "LOAD_RAW": {s: load_words(c, 4 * c) for s, c in counts.items()},
         "EXPAND": {s: expand(*s) for s in bytes_too},
         "LOAD_WORDS": {c: load_words(c, 4 * c) for c in (1, 2, 4)},
@@ -207,6 +233,20 @@ def _arithmetic() -> dict[str, Any]:
 
         return do
 
+    def of_two(function: _Do) -> _Do:
+        def do(first: np.float32, second: np.float32) -> np.float32:
+            with np.errstate(all="ignore"):
+                return np.float32(function(np.float32(first), np.float32(second)))
+
+        return do
+
+    def larger_words(dtype: str) -> _Do:
+        def do(first: int, second: int) -> int:
+            most, size = (np.array(widened([word], dtype)) for word in (first, second))
+            return narrowed(np.maximum(most, np.abs(size)).tolist(), dtype)[0]
+
+        return do
+
     def word_between(low: int, high: int, bits: int) -> int:
         return ((high << 32 | low) >> (bits & 31)) & 0xFFFFFFFF
 
@@ -215,6 +255,9 @@ def _arithmetic() -> dict[str, Any]:
         "reciprocal": quiet(lambda v: np.float32(1.0) / v),
         "inverse_root": quiet(lambda v: np.float32(1.0) / np.sqrt(v)),
         "square_root": quiet(np.sqrt),
+        "larger_magnitude": of_two(lambda a, b: np.maximum(a, np.abs(b))),
+        "quotient": of_two(np.divide),
+        "LARGER_WORDS": {name: larger_words(name) for name in _TYPES},
         "bits_of": lambda value: int(np.float32(value).view(np.uint32)),
         "word_between": word_between,
         "product": lambda first, second: first * second,

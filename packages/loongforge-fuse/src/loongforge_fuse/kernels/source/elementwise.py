@@ -59,6 +59,12 @@ def scaled_gelu(x, share):
     return x * reciprocal(share + share * power)
 
 
+@cuda.jit(device=True, inline="always")
+def gated(gate, up):
+    """silu(gate) * up."""
+    return gate * sigmoid(gate) * up
+
+
 def gelu_forward(*, x: str, y: str, vector: bool) -> Kernel:
     """Kernel (x, y, count): y = gelu(x)."""
     load, store, load1, store1 = LOAD[x, 8], STORE[y, 8], LOAD_SCALAR[x], STORE_SCALAR[y]
@@ -173,13 +179,12 @@ def silu_mul_forward(*, x: str, vector: bool) -> Kernel:
             load(pg, i, a, 0)
             load(pu, i, b, 0)
             for k in range(8):
-                a[k] = a[k] * sigmoid(a[k]) * b[k]
+                a[k] = gated(a[k], b[k])
             store(py, i, a, 0)
         else:
             e = i + full * 7
             if e < count:
-                value = load1(pg, e)
-                store1(py, e, value * sigmoid(value) * load1(pu, e))
+                store1(py, e, gated(load1(pg, e), load1(pu, e)))
 
     return kernel
 

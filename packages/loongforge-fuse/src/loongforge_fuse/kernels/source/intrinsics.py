@@ -98,6 +98,24 @@ def _make_expand(dtype: str, elements: int) -> Device:
     return expand
 
 
+def _make_pack(dtype: str, elements: int) -> Device:
+    @intrinsic
+    def pack(typingctx, values, position, raw, start):
+        """Round values[position : position + elements] into the words of a raw vector."""
+
+        def codegen(context, builder, signature, args):
+            data = low.array_slots(context, builder, signature.args[0], args[0])
+            items = [builder.load(low.slot(builder, data, args[1], i)) for i in range(elements)]
+            target = low.array_slots(context, builder, signature.args[2], args[2])
+            for i, word in enumerate(low.narrowed(builder, items, dtype)):
+                builder.store(word, low.slot(builder, target, args[3], i))
+            return context.get_dummy_value()
+
+        return types.void(values, int64, raw, int64), codegen
+
+    return pack
+
+
 def _make_store_vector(dtype: str, elements: int) -> Device:
     @intrinsic
     def store_vector(typingctx, address, index, values, position):
@@ -176,10 +194,11 @@ def _make_rounding(dtype: str) -> Device:
 # neighbouring 16-byte pieces; with eight elements each piece would be half of a 32-byte sector of its thread.
 _SHAPES = tuple((name, n) for name in FLOATS for n in (4, 8))
 LOAD = {(name, n): _make_load_vector(name, n) for name, n in _SHAPES}
-STORE = {(name, n): _make_store_vector(name, n) for name, n in _SHAPES}
+STORE = {(name, n): _make_store_vector(name, n) for name, n in (*_SHAPES, ("e4m3", 8))}
 _RAW, _RAW_STORES = {w: _make_load_raw(w) for w in (1, 2, 4, 8)}, {w: _make_store_raw(w) for w in (1, 2, 4)}
 LOAD_RAW = {(name, n): _RAW[low.words_of(name, n)] for name, n in (*_SHAPES, ("u8", 4), ("u8", 8))}
 EXPAND = {(name, n): _make_expand(name, n) for name, n in (*_SHAPES, ("u8", 4), ("u8", 8))}
+PACK = {(name, n): _make_pack(name, n) for name, n in _SHAPES}
 LOAD_WORDS, STORE_WORDS = {w: _RAW[w] for w in (1, 2, 4)}, _RAW_STORES
 LOAD_SCALAR = {name: _make_load_scalar(name) for name in FLOATS}
 STORE_SCALAR = {name: _make_store_scalar(name) for name in FLOATS}
@@ -467,6 +486,57 @@ exp2 = _make_approximation("ex2.approx.ftz.f32")  # relative error 2^-22
 reciprocal = _make_approximation("rcp.approx.ftz.f32")  # 1 ulp
 inverse_root = _make_approximation("rsqrt.approx.ftz.f32")  # relative error 2^-22.9
 square_root = _make_approximation("sqrt.rn.f32")
+
+
+def _make_of_two(code: str) -> Device:
+    @intrinsic
+    def of_two(typingctx, first, second):
+        """One or a few instructions of two float32 values."""
+
+        def codegen(context, builder, signature, args):
+            kind = ir.FunctionType(low.F32, [low.F32, low.F32])
+            return builder.call(ir.InlineAsm(kind, code, "=f,f,f", side_effect=False), args)
+
+        return float32(float32, float32), codegen
+
+    return of_two
+
+
+# The larger of the first and the magnitude of the second; a NaN once seen stays.
+larger_magnitude = _make_of_two("{ .reg .f32 %size; abs.f32 %size, $2; max.NaN.f32 $0, $1, %size; }")
+# first / second, rounded as IEEE 754 demands, so that a CPU computes the same: for a normal quotient and
+# operands of 2^-40 to 2^127. The steps are those of a division without the branch for other operands, which
+# costs registers; the reciprocal of a large number would be too small without the factor.
+quotient = _make_of_two(
+    "{ .reg .f32 %a, %b, %n, %y, %e, %q; mul.f32 %a, $1, 0f1F800000; mul.f32 %b, $2, 0f1F800000;"
+    " neg.f32 %n, %b; rcp.approx.ftz.f32 %y, %b; fma.rn.f32 %e, %n, %y, 0f3F800000;"
+    " fma.rn.f32 %y, %y, %e, %y; mul.rn.f32 %q, %a, %y; fma.rn.f32 %e, %n, %q, %a;"
+    " fma.rn.f32 %q, %e, %y, %q; fma.rn.f32 %e, %n, %q, %a; fma.rn.f32 $0, %e, %y, %q; }"
+)
+
+
+def _make_larger_words(dtype: str) -> Device:
+    kind = {"bf16": "bf16x2", "f16": "f16x2", "f32": "f32"}[dtype]
+    size = "f32" if dtype == "f32" else "b32"
+    code = (
+        f"{{ .reg .{size} %most, %size; mov.b32 %most, $1; mov.b32 %size, $2; abs.{kind} %size, %size;"
+        f" max.NaN.{kind} %most, %most, %size; mov.b32 $0, %most; }}"
+    )
+
+    @intrinsic
+    def larger_words(typingctx, first, second):
+        """Return the larger of each value of a word and its fellow's magnitude; a NaN once seen stays."""
+
+        def codegen(context, builder, signature, args):
+            function = ir.FunctionType(low.I32, [low.I32, low.I32])
+            return builder.call(ir.InlineAsm(function, code, "=r,r,r", side_effect=False), args)
+
+        return uint32(uint32, uint32), codegen
+
+    return larger_words
+
+
+LARGER_WORDS = {name: _make_larger_words(name) for name in FLOATS}
 
 
 @intrinsic

@@ -10,7 +10,12 @@ I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64
 F32 = ir.FloatType()
 
 _PACK = {"bf16": "cvt.rn.bf16x2.f32 $0, $1, $2;", "f16": "cvt.rn.f16x2.f32 $0, $1, $2;"}
-_PER_WORD = {"u8": 4, "bf16": 2, "f16": 2, "f32": 1}
+# Two values make a half word, the second operand the lower byte of it. From compute capability 8.9 on.
+_PACK_E4M3 = (
+    "{ .reg .b16 %lower, %upper; cvt.rn.satfinite.e4m3x2.f32 %lower, $2, $1;"
+    " cvt.rn.satfinite.e4m3x2.f32 %upper, $4, $3; mov.b32 $0, {%lower, %upper}; }"
+)
+_PER_WORD = {"u8": 4, "e4m3": 4, "bf16": 2, "f16": 2, "f32": 1}
 
 
 def const(value: int) -> ir.Constant:
@@ -139,6 +144,9 @@ def narrowed(builder: ir.IRBuilder, values: list[ir.Value], dtype: str) -> list[
     """Return the words that hold the values rounded to a type."""
     if dtype == "f32":
         return [builder.bitcast(v, I32) for v in values]
+    if dtype == "e4m3":
+        convert = ir.InlineAsm(ir.FunctionType(I32, [F32] * 4), _PACK_E4M3, "=r,f,f,f,f", side_effect=False)
+        return [builder.call(convert, values[i : i + 4]) for i in range(0, len(values), 4)]
     return [pack(builder, values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
 
 
