@@ -6,6 +6,7 @@ import pytest
 import torch
 from loongforge_fuse import FusionConfig, MicroBatchFuser, RefusalReason
 from loongforge_fuse.fusion.memory import activation_bytes
+from loongforge_fuse.fusion.refusal import ModelInspection
 from loongforge_fuse.testing import TinyVLA, tiny_batch
 from torch import nn
 
@@ -115,6 +116,29 @@ def test_values_read_on_the_host_refuse_unless_allowed(kind):
     assert_refused_with_unfused_numbers(kind(), RefusalReason.DATA_DEPENDENT)
     model = kind()
     assert run(model, window_for(model), data_dependent="allow").fused
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.head[1].register_forward_hook(lambda *_: None), "hooks"),
+        (lambda m: setattr(m.head, "fusion_unsafe", "samples vote"), "samples_interact"),
+        (lambda m: setattr(m.head, "capacity_factor", 2), "moe_capacity"),
+        (lambda m: m.head.append(torch.nn.BatchNorm1d(8)), "batch_norm"),
+        (lambda m: m.eval(), None),
+        (lambda m: m.head.pop(0), None),
+    ],
+)
+def test_a_model_is_walked_again_only_when_it_changed(change, reason):
+    model = TinyVLA()
+    model.head.capacity_factor = 0
+    inspection = ModelInspection(model)
+    assert [inspection.refusal() for _ in range(3)] == [None] * 3
+    assert inspection.walks == 1
+    change(model)
+    found = [inspection.refusal() for _ in range(3)]
+    assert [None if f is None else str(f.reason) for f in found] == [reason] * 3
+    assert inspection.walks == 2
 
 
 def test_module_hooks_refuse_unless_allowed():

@@ -22,7 +22,7 @@ from loongforge_fuse.fusion.memory import activation_bytes, elements, free_bytes
 from loongforge_fuse.fusion.packing import PackRule
 from loongforge_fuse.fusion.probe import probe_fusion
 from loongforge_fuse.fusion.reasons import RefusalReason
-from loongforge_fuse.fusion.refusal import Refusal, inspect_model
+from loongforge_fuse.fusion.refusal import ModelInspection, Refusal
 from loongforge_fuse.protocol import Batch, batch_size, unwrap
 
 Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -62,6 +62,7 @@ class WindowPlanner:
         self._bytes: int | None = None
         self._measured: int | None = None
         self._probed = config.probe == "off"
+        self._inspection = ModelInspection(model, hooks=config.hooks)
         self.lasting: Refusal | None = None
         self.steps = config.accumulation_steps
 
@@ -126,7 +127,7 @@ class WindowPlanner:
             return None, Refusal(
                 reason=RefusalReason.ONE_MICRO_BATCH, detail="the group holds one micro-batch"
             )
-        refusal = self.lasting or inspect_model(self._model, hooks=self._config.hooks)
+        refusal = self.lasting or self._inspection.refusal()
         refusal = refusal or self._memory(batches)
         if refusal is not None:
             return None, refusal

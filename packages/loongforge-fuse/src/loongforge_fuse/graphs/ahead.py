@@ -194,7 +194,7 @@ class FrozenAhead:
     def _reason(self, now: _State) -> AheadReason | None:
         if self._model is None or not now.modules:
             return AheadReason.NO_FROZEN_PART
-        if not all(now.pointers.frozen):
+        if any(now.pointers.trains):
             return AheadReason.TRAINS
         if any(module.p > 0 and module.training for module in self._dropouts):
             return AheadReason.RANDOM

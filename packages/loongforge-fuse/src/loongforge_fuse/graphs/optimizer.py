@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+
+from loongforge_fuse.tree import addresses
 
 
 class _OwnClip(Protocol):
@@ -143,10 +146,5 @@ class OptimizerInGraph:
             for name, value in sorted(group.items())
             if name not in on_device and not isinstance(value, Tensor)
         )
-        addresses = tuple(
-            value.data_ptr()
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        )
-        return (str(numbers), addresses)
+        state = chain.from_iterable(table.values() for table in self._optimizer.state.values())
+        return (str(numbers), addresses([value for value in state if isinstance(value, Tensor)]))
