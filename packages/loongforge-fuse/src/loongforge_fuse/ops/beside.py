@@ -31,10 +31,13 @@ class WeightGradients:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = _indexed(device)
         self._stream: torch.cuda.Stream | None = None
         self._owned: frozenset[int] = frozenset()
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        # Held until the pass is over: autograd adds in place to a gradient that nobody else holds, and memory
+        # that is given back is written again, while the products still read.
+        self._read: list[Tensor] = []
         self.taken = 0
         """Products that ran beside a pass, since this was made; replays of graphs do not count."""
 
@@ -59,6 +62,7 @@ class WeightGradients:
             raise
         finally:
             self._made.clear()
+            self._read.clear()
             if before is None:
                 _collecting.pop(self._device, None)
             else:
@@ -88,8 +92,7 @@ class WeightGradients:
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
         with torch.cuda.stream(self._stream):
             self._keep(parameters, products())
-        for tensor in reads:
-            tensor.record_stream(self._stream)
+        self._read.extend(reads)
 
     def _keep(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -107,6 +110,7 @@ class WeightGradients:
         added: list[Tensor] = []
         for parameter, gradient in self._made.values():
             if self._stream is not None:
+                # Made in memory of another stream, and from now on used on this one.
                 gradient.record_stream(torch.cuda.current_stream(self._device))
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -116,6 +120,12 @@ class WeightGradients:
         if present:
             with torch.no_grad():
                 torch._foreach_add_(present, added)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _ready_stream(device: torch.device) -> torch.cuda.Stream:
@@ -134,5 +144,5 @@ def _ready_stream(device: torch.device) -> torch.cuda.Stream:
 
 def collector(device: torch.device, parameters: Sequence[Tensor]) -> WeightGradients | None:
     """Return what takes the gradients of these parameters in the present backward pass, or None."""
-    found = _collecting.get(device)
+    found = _collecting.get(_indexed(device))
     return found if found is not None and found.takes(parameters) else None
