@@ -122,6 +122,16 @@ def bandwidth_cases(scale: int) -> dict[str, Callable[[], tuple[Call, int]]]:
 
         return make
 
+    def quantise(width: int, activation: str = "none") -> Callable[[], tuple[Call, int]]:
+        def make() -> tuple[Call, int]:
+            lines = n // width
+            x = bf(lines, width)
+            up = bf(lines, width) if activation == "silu_mul" else None
+            moved = lines * ((5 if up is not None else 3) * width + 4)
+            return lambda: ops.quantise_rows(x, up=up, activation=activation), moved
+
+        return make
+
     cases = {
         "gelu_tanh": gelu, "gelu_tanh dropout": gelu_dropout, "gelu_tanh backward": gelu_back, "silu_mul":
         silu, "silu_mul backward": silu_back, "dropout_residual": dropout, "cast_scale f32 to bf16": cast,
@@ -138,6 +148,10 @@ def bandwidth_cases(scale: int) -> dict[str, Callable[[], tuple[Call, int]]]:
         "adamw bf16 state": adamw(BF16, masters=False), "adamw f32 state": adamw(torch.float32,
         masters=False), "adamw f32 master": adamw(torch.float32, masters=True),
     }  # fmt: skip
+    if torch.cuda.get_device_capability() >= (8, 9):
+        cases |= {f"quantise_rows {width}": quantise(width) for width in (1152, 2048, 4304, 4608, 6144)}
+        cases["quantise_rows 4304 gelu_tanh"] = quantise(4304, "gelu_tanh")
+        cases["quantise_rows 6144 silu_mul"] = quantise(6144, "silu_mul")
     for width in (1152, 1536, 2048):
         lines = n // width
         for layer, gain, _ in NORMS[width]:

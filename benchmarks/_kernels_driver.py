@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 from loongforge_fuse import ops
-from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, variants
+from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, quantise_plan, variants
 from loongforge_fuse.ops.adamw import FusedAdamW
 from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
 from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS
@@ -65,6 +65,19 @@ def norms() -> None:
                 )
 
 
+def quantised() -> None:
+    """Quantise rows by every plan, with activations, and small rows of every type, at odd addresses too."""
+    for width, activation in ((1152, "none"), (2048, "none"), (4304, "gelu_tanh"), (6144, "silu_mul")):
+        x, up = (torch.randn(501, width, device="cuda").to(torch.bfloat16) for _ in "xu")
+        second = up if activation == "silu_mul" else None
+        for way in quantise_plan.ways_of(width, activation):
+            with variants.forced(quantise_plan.job_of(width, activation), way):
+                ops.quantise_rows(x, up=second, activation=activation)
+    for width, dtype, start in product((16, 48, 512), (torch.bfloat16, torch.float16, torch.float32), (0, 1)):
+        flat = torch.randn(37 * width + start, device="cuda").to(dtype)
+        ops.quantise_rows(flat[start:].view(37, width))
+
+
 def main() -> None:
     """Run forward and backward of every operator, aligned and misaligned, then print the counters."""
     torch.manual_seed(0)
@@ -111,6 +124,8 @@ def main() -> None:
     ops.image_table_to_half(images.view(-1), table, (30, 61))
     patches()
     norms()
+    if torch.cuda.get_device_capability() >= (8, 9):
+        quantised()
     x = torch.randn(40003, device="cuda").to(torch.bfloat16)
     for way in GELU_DROPOUT_WAYS:
         with variants.forced("gelu_dropout", way):

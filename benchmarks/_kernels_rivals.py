@@ -85,6 +85,44 @@ def eager_rms(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return w * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype), total
 
 
+def eager_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
+    return (wide / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def float8_cases(samples: int) -> list[Case]:
+    """What frozen float8 layers read: plain rows, and rows with the activation in front of them."""
+    images, tokens = (2 * samples, 324), (samples, 220)
+    cases = [
+        Case(
+            name=f"{part} quantise {width} b{samples} forward", shape=(*lead, width),
+            inputs=lambda s=(*lead, width): [bf(*s)],
+            ours=ops.quantise_rows, eager=eager_float8, triton=triton_quantise,
+        )
+        for part, lead, width in (
+            ("vision", images, 1152), ("language", tokens, 2048), ("language", tokens, 6144),
+        )
+    ]  # fmt: skip
+    return [
+        *cases,
+        Case(
+            name=f"vision gelu+quantise b{samples} forward", shape=(*images, 4304),
+            inputs=lambda s=(*images, 4304): [bf(*s)],
+            ours=lambda x: ops.quantise_rows(x, activation="gelu_tanh"),
+            eager=lambda x: eager_float8(F.gelu(x, approximate="tanh")),
+            triton=lambda x: triton_quantise(x, "gelu_tanh"),
+        ),
+        Case(
+            name=f"language silu_mul+quantise b{samples} forward", shape=(*tokens, 6144),
+            inputs=lambda s=(*tokens, 6144): [bf(*s), bf(*s)],
+            ours=lambda a, b: ops.quantise_rows(a, up=b, activation="silu_mul"),
+            eager=lambda a, b: eager_float8(F.silu(a) * b),
+            triton=lambda a, b: triton_quantise(a, "silu_mul", b),
+        ),
+    ]  # fmt: skip
+
+
 def model_cases() -> list[Case]:
     """Blocks of the vision tower, the language model and the action head, for 4 and 16 samples."""
     cases: list[Case] = []
@@ -125,6 +163,8 @@ def model_cases() -> list[Case]:
                     ours=ops.silu_mul, eager=lambda a, b: F.silu(a) * b, triton=triton_silu_mul,
                 ),
             ]  # fmt: skip
+        if torch.cuda.get_device_capability() >= (8, 9):
+            cases += float8_cases(samples)
     return cases
 
 
@@ -147,6 +187,18 @@ def triton_silu_mul(a: Tensor, b: Tensor) -> Tensor:
     n = a.numel()
     _triton_kernels()["silu_mul"][(-(-n // 2048),)](a, b, y, n, BLOCK=2048, num_warps=8)
     return y
+
+
+def triton_quantise(x: Tensor, activation: str = "none", up: Tensor | None = None) -> tuple:
+    width = x.shape[-1]
+    rows = x.numel() // width
+    y = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    block = 1 << (width - 1).bit_length()
+    _triton_kernels()["quantise"][(rows,)](
+        x, x if up is None else up, y, scale, width, ACTIVATION=activation, BLOCK=block, num_warps=8
+    )
+    return y, scale
 
 
 def _triton_norm(

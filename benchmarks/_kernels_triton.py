@@ -42,4 +42,21 @@ def norm(x, r, w, b, y, total, width, group, step, eps, one, LAYER: tl.constexpr
     tl.store(y + row * width + i, v.to(y.dtype.element_ty), mask=inside)
 
 
-KERNELS = {"gelu": gelu, "silu_mul": silu_mul, "norm": norm}
+@triton.jit
+def quantise(x, up, y, scale, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    v = tl.load(x + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "gelu_tanh":
+        u = 1.5957691216057308 * (v + 0.044715 * v * v * v)
+        v = (v * tl.sigmoid(u)).to(x.dtype.element_ty).to(tl.float32)
+    if ACTIVATION == "silu_mul":
+        u = tl.load(up + row * width + i, mask=inside, other=0.0).to(tl.float32)
+        v = (v * tl.sigmoid(v) * u).to(x.dtype.element_ty).to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(v)), 1e-12)
+    tl.store(scale + row, most * (1.0 / 448.0))
+    tl.store(y + row * width + i, (v * (448.0 / most)).to(y.dtype.element_ty), mask=inside)
+
+
+KERNELS = {"gelu": gelu, "silu_mul": silu_mul, "norm": norm, "quantise": quantise}

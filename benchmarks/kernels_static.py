@@ -32,6 +32,7 @@ from loongforge_fuse.ops.patch_plan import (
     rows_spec,
     scatter_ways,
 )
+from loongforge_fuse.ops.quantise_plan import quantise_spec, ways_of
 from loongforge_fuse.ops.rope import rope_backward_spec, rope_spec
 
 # H200 (public data sheet and CUDA's table of limits for compute capability 9.0).
@@ -122,6 +123,18 @@ def norm_cases() -> Iterator[Case]:
             )  # fmt: skip
 
 
+def quantise_cases() -> Iterator[Case]:
+    """Rows that become float8, by every plan."""
+    chosen = ((1152, "none"), (2048, "none"), (4304, "none"), (4304, "gelu_tanh"), (6144, "silu_mul"))
+    for width, activation in chosen:
+        for way, plan in ways_of(width, activation).items():
+            yield Case(
+                name=f"quantise_rows {width} {activation} {way}",
+                spec=quantise_spec(plan, width, "bf16", activation), elements=8 * plan.vectors,
+                bytes_each=5 if activation == "silu_mul" else 3,
+            )  # fmt: skip
+
+
 def cases() -> Iterator[Case]:
     """Every kernel whose share of the copy bandwidth is measured."""
     for maker, size in (("gelu_forward", 4), ("silu_mul_forward", 6), ("silu_mul_backward", 10)):
@@ -148,6 +161,7 @@ def cases() -> Iterator[Case]:
     spec = rope_backward_spec("bf16", "bf16", "bf16", 128, 4, columns=True)
     yield Case(name="head_norm_rope backward", spec=spec, elements=32, bytes_each=6)
     yield from norm_cases()
+    yield from quantise_cases()
 
 
 def row_of(case: Case, arch: str, tool: str | None) -> dict[str, object]:

@@ -233,3 +233,13 @@ def test_a_gpu_without_float8_products_is_counted():
     assert ops.op_counters()["fallbacks"] == {
         "scaled_product: float8 needs compute capability 8.9, this GPU has 8.0": 1
     }
+
+
+def test_a_fused_float8_model_compiles_without_a_break():
+    model = Model().to(BF16)
+    fuse(model)
+    to_float8(model)
+    x = torch.randn(3, 5, 32).to(BF16)
+    with torch.no_grad():
+        want = model(x)
+        assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)

@@ -60,8 +60,9 @@ def ways_of(width: int, activation: str) -> dict[str, RowPlan]:
         return {}
     count, plans = width // 8, [first]
     if count > 64:
-        fits = [v for v in (1, 2, 3, 4) if _threads(count, v) <= _MAX_THREADS]
-        plans += [_plan(count, v, activation, warps) for v in fits for warps in (48, 60)]
+        # One vector needs so few registers that there is nothing to limit.
+        spreads = ((1, 60), (2, 48), (2, 60), (3, 48), (3, 60), (4, 48), (4, 60))
+        plans += [_plan(count, v, activation, w) for v, w in spreads if _threads(count, v) <= _MAX_THREADS]
     return {_name(plan): plan for plan in plans}
 
 
