@@ -10,6 +10,7 @@ from loongforge_fuse import PrecisionPolicy, apply_fused_ops, apply_precision, o
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
 from loongforge_fuse.precision.fp8 import Float8FrozenLinear, quantise_rows, scaled_product
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 BF16 = torch.bfloat16
@@ -222,6 +223,17 @@ def test_shapes_types_and_compiled_code():
     assert torch.equal(float8(turned), float8(turned.contiguous()))
     compiled = torch.compile(float8, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), float8(x))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_what_the_scaled_product_is_given_is_what_torch_demands(rows):
+    with FakeTensorMode():
+        x = torch.empty(rows, 1152, dtype=BF16, device="cuda")
+        weight = torch.empty(4304, 1152, dtype=torch.float32, device="cuda")
+        bias = torch.empty(4304, dtype=BF16, device="cuda")
+        product = scaled_product(*quantise_rows(x), *quantise_rows(weight), bias)
+        assert product.shape == (rows, 4304)
+        assert product.dtype == BF16
 
 
 def test_a_gpu_without_float8_products_is_counted():

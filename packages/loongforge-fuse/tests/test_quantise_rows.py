@@ -7,6 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loongforge_fuse import ops
 from loongforge_fuse.kernels.simulator import intrinsics
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
@@ -125,6 +127,18 @@ def test_rows_multiply_back_to_what_they_were(dtype):
     values, scale = ops.quantise_rows(torch.zeros(2, 16, dtype=dtype))
     assert not values.float().any()
     assert torch.equal(scale, torch.full((2, 1), 1e-12) * (1 / 448))
+
+
+@given(st.integers(0, 2**31), st.integers(-24, 24), st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_powers_of_two_move_the_scale_and_signs_the_sign_alone(seed, power, width):
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(seed))
+    values, scale = ops.quantise_rows(x)
+    same(ops.quantise_rows(x * 2.0**power), (values, scale * 2.0**power))
+    flipped, again = ops.quantise_rows(-x)
+    assert torch.equal(flipped.float(), -values.float())
+    assert torch.equal(again, scale)
+    assert bool((values.float().abs().amax(-1) == 448.0).all())
 
 
 def test_opcheck_and_leading_shapes():
