@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from loongforge_fuse import ops
-from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, reference, variants
+from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, reference, rope, variants
 from loongforge_fuse.ops.checking import check_no_fallback
 from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
 from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS
@@ -47,7 +47,9 @@ def forwards() -> list[tuple[int, bool, bool, str]]:
     return [
         (width, layer, residual, way)
         for (width, layer), residual in itertools.product(KINDS, (False, True))
-        for way in norm_plan.forward_ways(width, residual=residual, large=False, layer=layer)
+        for way in norm_plan.forward_ways(
+            width, residual=residual, large=False, layer=layer, modulate=(width, layer) in MODULATED
+        )
     ]
 
 
@@ -78,7 +80,7 @@ def backwards() -> list[tuple[int, bool, bool, str]]:
     return [
         (width, layer, columns, way)
         for (width, layer), columns in itertools.product(KINDS, (False, True))
-        for way in norm_plan.backward_ways(width, columns=columns)
+        for way in norm_plan.backward_ways(width, columns=columns, modulate=(width, layer) in MODULATED)
     ]
 
 
@@ -105,6 +107,34 @@ def test_every_backward_plan_equals_float64(width, layer, columns, way):
             # Sums of `rows` products in float32.
             assert float((sums.double() - totals.view_as(sums)).abs().max()) < 2e-5 * rows**0.5 * 8
             assert torch.equal(sums, again[1])
+
+
+@pytest.mark.parametrize("way", rope.BACKWARD_WAYS)
+@pytest.mark.parametrize("heads", [16, 3])
+def test_every_way_of_the_rotation_backward_equals_float64(way, heads):
+    x, g = randn(2, 999, heads, 128), randn(2, 999, heads, 128)
+    w, cos, sin = randn(128), randn(999, 128), randn(999, 128)
+    with variants.forced(rope.BACKWARD_JOB, way):
+        dx, dw = torch.ops.loongforge.head_norm_rope_backward(g, x, w, cos, sin, 1e-6, True)
+        again = torch.ops.loongforge.head_norm_rope_backward(g, x, w, cos, sin, 1e-6, True)
+    want, sums = rope._backward_reference(*(t.double() for t in (g, x, w, cos, sin)), 1e-6, True)
+    close(dx, want, 2**-6)
+    assert float((dw.double() - sums).abs().max()) < 2e-5 * (2 * 999 * heads) ** 0.5 * 8
+    assert torch.equal(dx, again[0])
+    assert torch.equal(dw, again[1])
+
+
+@pytest.mark.parametrize("way", patch_plan.CLEAR_WAYS)
+def test_every_way_of_clearing_leaves_zeros_where_no_patch_is(way):
+    sizes = [(280, 420)] * 50
+    table = ops.patch_table(sizes, 14, planar=True)[7:].cuda()
+    count = 50 * 280 * 420 * 3 + 5
+    g = randn(table.shape[0], patch_plan.padded_length(14))
+    call = (table, None, 14, False, True, count, BF16, False)
+    torch.full((count,), torch.nan, device="cuda", dtype=BF16)  # what the memory held before
+    with variants.forced(patch_plan.CLEAR_JOB, way):
+        got = patch_launch.rows_backward_cuda(g, *call)
+    assert torch.equal(got, patch_launch.patch_reference.rows_backward(g, *call))
 
 
 def patch_jobs() -> list[tuple[int, str, str]]:

@@ -88,13 +88,14 @@ def test_jobs_offer_real_choices_whose_kernels_are_built_ahead():
 
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("residual", [True, False])
-def test_norms_with_modulation_have_their_own_default_among_the_same_plans(residual, large):
+def test_norms_with_modulation_have_their_own_default_among_the_plans(residual, large):
     form = {"residual": residual, "large": large, "layer": True}
     shipped = {spec.name for spec in catalog()}
     for width in (1536, 2048):
         plain = norm_plan.forward_ways(width, **form)
         modulated = norm_plan.forward_ways(width, **form, modulate=True)
-        assert plain.keys() == modulated.keys()
+        # Only groups of rows can be laid out flat.
+        assert plain.keys() == {name for name, plan in modulated.items() if not plan.flat}
         for ways, gain in ((plain, "scale"), (modulated, "modulate")):
             spec = norm_plan.forward_spec(
                 next(iter(ways.values())), width, layer=True, **dict.fromkeys("xrwy", "bf16"), gain=gain,

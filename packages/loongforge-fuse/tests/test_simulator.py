@@ -53,6 +53,25 @@ store_i32(pout, t, scratch[63 - t])
     assert out.tolist() == list(range(63, -1, -1))
 
 
+def test_a_barrier_of_some_warps_orders_them_and_no_others(run):
+    lines = """
+scratch = cuda.shared.array(64, uint32)
+scratch[t] = load_i32(pin, t)
+some_barrier(1 + t // 32, 32)
+store_i32(pout, t, scratch[{read}])
+"""
+    assert run(lines.format(read="t ^ 31")).tolist() == [t ^ 31 for t in range(64)]
+    with pytest.raises(SimulationError, match=r"shared slot .* no barrier between|never written"):
+        run(lines.format(read="63 - t"))
+
+
+def test_a_barrier_of_some_warps_that_too_few_reach_is_an_error(run):
+    with pytest.raises(SimulationError, match=r"waits for ever at \['some'\]"):
+        run("some_barrier(1, 96)")
+    with pytest.raises(SimulationError, match="threads wait at barrier 16"):
+        run("some_barrier(16, 64)")
+
+
 def test_a_missing_barrier_is_a_race(run):
     with pytest.raises(SimulationError, match=r"shared slot .* no barrier between|never written"):
         run("""

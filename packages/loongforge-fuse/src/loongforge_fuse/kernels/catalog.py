@@ -71,11 +71,11 @@ def elementwise_kernels() -> Iterator[KernelSpec]:
 
 def norm_kernels() -> Iterator[KernelSpec]:
     """Variants of the norms for the widths of the models."""
-    from loongforge_fuse.ops.columns import FEW, MANY, column_spec
+    from loongforge_fuse.ops.columns import FEW, MANY, MOST, column_spec
     from loongforge_fuse.ops.norm_plan import backward_plan, backward_spec, forward_plan, forward_spec
 
-    for code, lines in product(FLOATS, (FEW, MANY)):
-        yield column_spec(code, lines)
+    for code, lines, follows in product(FLOATS, (FEW, MANY, MOST), (False, True)):
+        yield column_spec(code, lines, follows=follows)
     for width, norms in NORMS.items():
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
             for residual, large in product((False, True), (False, True)):
@@ -120,6 +120,7 @@ def _norm_types(width: int) -> tuple[tuple[str, str, str, str], ...]:
 def image_kernels() -> Iterator[KernelSpec]:
     """Variants of the image and patch kernels."""
     from loongforge_fuse.ops.image import TABLE_WAYS, planes_spec, table_spec
+    from loongforge_fuse.ops.patch_plan import CLEAR_WAYS, clear_spec
 
     for y in FLOATS:
         yield planes_spec(y, 4)
@@ -127,6 +128,7 @@ def image_kernels() -> Iterator[KernelSpec]:
             yield table_spec(y, channels, vector=True, way=TABLE_WAYS[0])
             yield table_spec(y, channels, vector=False)
     yield from patch_kernels(first_only=True)
+    yield clear_spec(CLEAR_WAYS[-1])
 
 
 def patch_kernels(*, first_only: bool) -> Iterator[KernelSpec]:
@@ -204,12 +206,19 @@ def tuning_kernels() -> Iterator[KernelSpec]:
         for width in widths:
             for plan in ways_of(width, activation).values():
                 yield quantise_spec(plan, width, "bf16", activation)
+    from loongforge_fuse.ops.patch_plan import CLEAR_WAYS, clear_spec
+    from loongforge_fuse.ops.rope import BACKWARD_WAYS, rope_backward_spec
+
     same = dict.fromkeys("xwy", "bf16")
     for way in GELU_DROPOUT_WAYS[1:]:
         yield gelu_dropout_spec("bf16", vector=True, way=way)
     for way, channels in product(TABLE_WAYS[1:], (1, 3, 4)):
         yield table_spec("bf16", channels, vector=True, way=way)
     yield from patch_kernels(first_only=False)
+    for way in CLEAR_WAYS[1:-1]:
+        yield clear_spec(way)
+    for way in BACKWARD_WAYS[1:]:
+        yield rope_backward_spec("bf16", "bf16", "bf16", 128, 4, columns=True, way=way)
     for width, flag, large in product(TUNED_WIDTHS, (False, True), (False, True)):
         for layer, gain, offset in NORMS[width]:
             modulate = gain == "modulate"
@@ -220,7 +229,9 @@ def tuning_kernels() -> Iterator[KernelSpec]:
                 )
             if flag and gain == "none":
                 continue
-            for plan, carry in product(backward_ways(width, columns=flag).values(), (False, True)):
+            for plan, carry in product(
+                backward_ways(width, columns=flag, modulate=modulate).values(), (False, True)
+            ):
                 yield backward_spec(
                     plan, width, layer=layer, **same, gain=gain, columns=flag, offset=offset, carry=carry
                 )

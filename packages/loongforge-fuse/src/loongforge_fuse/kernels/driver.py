@@ -22,6 +22,8 @@ _CAPTURE_RELAXED: Final = 2
 _MAX_DYNAMIC_SHARED: Final = 8
 _ARGUMENTS_AT: Final = 64  # the launch configuration takes 56 bytes in front of the arguments
 _CONFIG: Final = "@IIIIIIIxxxxPPIxxxx"
+# One launch attribute of 72 bytes: programmatic stream serialisation is allowed.
+_FOLLOWS: Final = ctypes.create_string_buffer(struct.pack("@IxxxxI60x", 6, 1), 72)
 _SIZES: Final = {"P": 8, "q": 8, "i": 4, "f": 4}
 _Arguments = tuple[int | float, ...]
 # Private parts of torch without a public equivalent of the same cost; each is optional.
@@ -100,6 +102,7 @@ class Function:
         arguments: one letter per argument, see :class:`~loongforge_fuse.kernels.specs.KernelSpec`.
         block: threads per block of every launch.
         device: device ordinal.
+        follows: launches may start before the kernel in front of them has ended; the kernel waits itself.
 
     Attributes:
         label: name under which launches are counted.
@@ -109,7 +112,15 @@ class Function:
     """
 
     def __init__(
-        self, *, cubin: bytes, symbol: str, arguments: str, block: int, device: int, label: str = ""
+        self,
+        *,
+        cubin: bytes,
+        symbol: str,
+        arguments: str,
+        block: int,
+        device: int,
+        label: str = "",
+        follows: bool = False,
     ) -> None:
         self.label, self.launches = label or symbol, 0
         self._symbol, self._block, self._device = symbol, block, device
@@ -118,7 +129,8 @@ class Function:
         self._free: list[tuple[ctypes.Array[ctypes.c_char], ctypes.c_void_p, ctypes.c_void_p, object]] = []
         self._launch = _library().cuLaunchKernelEx
         self._handle = self._load(cubin)
-        native = _static_launcher if block % 32 == 0 else None
+        self._attributes = (ctypes.addressof(_FOLLOWS), 1) if follows else (0, 0)
+        native = _static_launcher if block % 32 == 0 and not follows else None
         self._native = getattr(native, "_launch_kernel", None)
         self._types = arguments.replace("P", "l").replace("q", "l")
         self._address, self._warps = int(self._handle.value or 0), block // 32
@@ -200,7 +212,7 @@ class Function:
             slot = self._free.pop()
         except IndexError:
             slot = self._block_of_arguments()
-        self._pack(slot[0], 0, grid_x, grid_y, 1, self._block, 1, 1, 0, stream, 0, 0, *arguments)
+        self._pack(slot[0], 0, grid_x, grid_y, 1, self._block, 1, 1, 0, stream, *self._attributes, *arguments)
         code = self._launch(slot[1], self._handle, slot[2], None)
         if code == _INVALID_CONTEXT:
             # A thread that has not used CUDA yet (autograd starts its own) has no context.

@@ -50,6 +50,7 @@ def function(spec: KernelSpec, device: int) -> driver.Function:
                 block=spec.block,
                 device=device,
                 label=spec.maker,
+                follows=spec.follows,
             )
         except (KernelUnavailableError, driver.DriverError) as error:
             _refused[key] = str(error)

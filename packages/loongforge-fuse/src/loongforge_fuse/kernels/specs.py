@@ -27,6 +27,7 @@ class KernelSpec:
         min_blocks: blocks that must fit on a multiprocessor, which limits registers; 0: the compiler's
         choice.
         vector: 16-byte accesses are expected in the code (checked by the compile gate).
+        follows: a launch may start before the kernel in front of it has ended; the kernel waits itself.
         capability: lowest compute capability that has the kernel's instructions, times ten; 0: any.
     """
 
@@ -38,6 +39,7 @@ class KernelSpec:
     min_blocks: int = 0
     vector: bool = True
     capability: int = 0
+    follows: bool = False
 
     def runs_on(self, arch: str) -> bool:
         """Tell whether an architecture (such as ``"sm_90"``) has the kernel's instructions."""

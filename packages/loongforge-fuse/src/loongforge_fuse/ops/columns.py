@@ -11,28 +11,35 @@ from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops._common import CODES, resolve
 
-_BLOCK = 256
 # Lines of threads in a block. With few partial sums for a column more lines would have nothing to add.
-MANY, FEW = 32, 4
+MOST, MANY, FEW = 64, 32, 4
 _FEW_CHUNKS = 64
+FOLLOWING = 90  # compute capability from which on a kernel may start before the one in front has ended
 _AHEAD = (
     12  # rows in flight for a thread: 264 partial sums, two blocks a processor, are one round of 32 lines
 )
 _calls: dict[Hashable, Function] = {}
 
 
-def column_spec(y: str, lines: int) -> KernelSpec:
+def _block(lines: int) -> int:
+    """Return the threads of a block: eight of a line, or 64 where there are few lines."""
+    return 512 if lines == MOST else 256
+
+
+def column_spec(y: str, lines: int, *, follows: bool = False) -> KernelSpec:
     """Return the specification of the kernel that adds the partial column sums into type `y`."""
     return KernelSpec(
         module="columns",
         maker="column_sums",
-        options={"y": y, "lines": lines, "ahead": _AHEAD},
+        options={"y": y, "lines": lines, "ahead": _AHEAD, "follows": follows},
         arguments="PPqq",
-        block=_BLOCK,
+        block=_block(lines),
+        follows=follows,
+        capability=FOLLOWING if follows else 0,
     )
 
 
-def add_partials(part: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def add_partials(part: Tensor, dtype: torch.dtype, name: str, *, follows: bool = False) -> Tensor:
     """Add the chunks of each group: (groups, chunks, width) float32 to (groups, width), rounded once.
 
     The order of the additions depends on the shape alone.
@@ -41,17 +48,18 @@ def add_partials(part: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         part: contiguous; at least one chunk; the width is a multiple of 4.
         dtype: type of the result.
         name: operator that counts a fallback.
+        follows: the kernel that made the partial sums lets the next one start before it ends.
     """
     groups, chunks, width = part.shape
-    lines = FEW if chunks <= _FEW_CHUNKS else MANY
+    lines = FEW if chunks <= _FEW_CHUNKS else MANY if chunks <= MANY * _AHEAD else MOST
     device = part.get_device()
-    key = (device, dtype, lines)
+    key = (device, dtype, lines, follows)
     call = _calls.get(key)
     if call is None and dtype in CODES:
-        call = resolve(name, _calls, key, column_spec(CODES[dtype], lines), device)
+        call = resolve(name, _calls, key, column_spec(CODES[dtype], lines, follows=follows), device)
     if call is None:
         return part.sum(1).to(dtype)
     out = torch.empty((groups, width), dtype=dtype, device=part.device)
-    blocks = -(-width // (4 * (_BLOCK // lines)))
+    blocks = -(-width // (4 * (_block(lines) // lines)))
     call.run(blocks, groups, (part.data_ptr(), out.data_ptr(), width, chunks))
     return out

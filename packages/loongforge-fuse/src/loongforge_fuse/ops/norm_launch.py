@@ -180,7 +180,9 @@ def run_norm(
         call, plan = found
         group_rows = rows // groups
         blocks = -(-group_rows // (plan.block // plan.threads))
-        if plan.ahead:
+        if plan.flat:
+            blocks, groups = rows, 1
+        elif plan.ahead:
             blocks = min(blocks, -(-plan.waves * processors(key[0]) // groups))
         outputs = (y.data_ptr(), total_at, mean.data_ptr(), rstd.data_ptr())
         sizes = (group_rows, width, gain_step, offset_step, eps)
@@ -191,7 +193,7 @@ def run_norm(
 def _backward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, y, g, layer, modulate, columns, offset, carry, large = key
     job = backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate)
-    plans = _plans(job, backward_ways(width, columns=columns))
+    plans = _plans(job, backward_ways(width, columns=columns, modulate=modulate))
     reason = _unfit(width, plans, groups, x, y, g)
     if reason:
         fell_back("norm_backward", reason)
@@ -284,7 +286,7 @@ def run_norm_backward(
     call.run(blocks, groups, (*inputs, dx.data_ptr(), part_at, second_at, group_rows, width, _step(gain)))
     if part is None:
         return dx, None
-    sums = add_partials(part, sum_dtype or g or torch.float32, "norm_backward")
+    sums = add_partials(part, sum_dtype or g or torch.float32, "norm_backward", follows=plan.early)
     return dx, sums.view(groups, -1, width)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from loongforge_fuse.kernels.specs import KernelSpec
+from loongforge_fuse.ops.columns import FOLLOWING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,11 @@ class RowPlan:
         waves: blocks on each multiprocessor where a fixed grid walks the rows without column sums.
         rows_each: backward with column sums: rows that a block has at least, since its partial sums cost as
             much as a row.
-        stages: backward of bf16: rows ahead that are copied to shared memory; 0: one, held in registers.
+        stages: of bf16: rows ahead that are copied to shared memory; 0: one, held in registers.
+        apart: backward: the rows of a block have barriers of their own and do not wait for each other.
+        turned: backward: each group of rows begins at another of its rows.
+        early: backward with column sums: the kernel that adds partial sums may start before this one ends.
+        flat: forward: groups of rows are no dimension of the grid; a block has one row and does not walk.
     """
 
     threads: int
@@ -35,6 +40,10 @@ class RowPlan:
     waves: int = 24
     rows_each: int = 4
     stages: int = 0
+    apart: bool = False
+    turned: bool = False
+    flat: bool = False
+    early: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +52,10 @@ class RowPlan:
         limit = f" min {self.min_blocks}" if self.min_blocks else ""
         stages = f" stages {self.stages}" if self.stages else ""
         spread = f"{self.threads}x{self.vectors}x{self.each} block {self.block}"
-        return f"{spread}{walk}{limit} rows {self.rows_each}{stages}{' late' if self.late else ''}"
+        marks = "".join(
+            f" {mark}" for mark in ("late", "apart", "turned", "flat", "early") if getattr(self, mark)
+        )
+        return f"{spread}{walk}{limit} rows {self.rows_each}{stages}{marks}"
 
     def full(self, width: int) -> bool:
         """Tell whether the threads fill a row of `width` elements exactly."""
@@ -122,10 +134,7 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
         return RowPlan(threads=threads, vectors=1, block=32 if columns else 128)
     threads, vectors, each = _spread(width)
     if columns and width in _STAGED:
-        threads, vectors, each, rows, fits, stages = _STAGED[width][0]
-        return RowPlan(
-            threads=threads, vectors=vectors, block=rows * threads, each=each, min_blocks=fits, stages=stages
-        )
+        return _staged(_STAGED[width][0])
     # Registers hold the column sums: without this the compiler takes one block less.
     return RowPlan(
         threads=threads,
@@ -136,7 +145,17 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
     )
 
 
-# (threads, vectors, elements): other ways to spread a row, to choose from by measurement.
+def _staged(form: tuple[int, int, int, int, int, int, bool]) -> RowPlan:
+    """Return the plan of an entry of ``_STAGED``."""
+    threads, vectors, each, rows, fits, stages, apart = form
+    return RowPlan(
+        threads=threads, vectors=vectors, block=rows * threads, each=each, min_blocks=fits, stages=stages,
+        apart=apart,
+    )  # fmt: skip
+
+
+# (threads, vectors, elements): other ways to spread a row, to choose from by measurement. One warp for a row,
+# or half a warp, has no barrier and pays once for what each warp of a row pays.
 _FORWARD_SPREADS = {
     2048: ((128, 2, 8), (256, 1, 8)),
     1536: ((96, 2, 8), (128, 3, 4)),
@@ -145,22 +164,44 @@ _FORWARD_SPREADS = {
 # The same with gain and offset read late: (..., blocks that fit with the registers this leaves; 0: as many as
 # the compiler makes fit), and for blocks that walk the rows as many as fit.
 _LATE = {
-    2048: ((128, 2, 8, 12), (256, 1, 8, 0)),
-    1536: ((96, 2, 8, 0), (128, 3, 4, 0)),
-    1152: ((96, 3, 4, 0), (32, 9, 4, 12)),
+    2048: ((128, 2, 8, 12), (64, 4, 8, 0), (32, 8, 8, 5)),
+    1536: ((96, 2, 8, 0), (32, 6, 8, 0)),
+    1152: ((96, 3, 4, 0), (32, 9, 4, 12), (16, 9, 8, 4)),
 }
 _LATE_AHEAD = {
     2048: ((128, 2, 8, 8),),
-    1536: ((96, 2, 8, 10), (128, 3, 4, 9)),
+    1536: ((96, 2, 8, 10),),
     1152: ((96, 3, 4, 12),),
 }
+# Blocks that walk the rows and have them copied ahead: (..., rows of a block, blocks that fit, stages).
+_FORWARD_STAGED = {
+    2048: ((128, 2, 8, 1, 10, 2), (128, 2, 8, 1, 8, 3)),
+    1536: ((96, 2, 8, 1, 12, 2),),
+    1152: ((32, 9, 4, 3, 8, 2), (96, 3, 4, 1, 12, 2)),
+}
 # Backward with column sums, the default first: (threads, vectors, elements, rows of a block, blocks that fit,
-# rows that are copied ahead to shared memory). Several rows in a block leave fewer partial sums behind, more
-# blocks wait less for each other.
+# rows that are copied ahead to shared memory, whether rows have barriers of their own). Several rows in a
+# block leave fewer partial sums behind, more blocks wait less for each other; own barriers do both.
 _STAGED = {
-    2048: ((128, 2, 8, 2, 2, 2), (256, 1, 8, 2, 2, 2), (256, 1, 8, 1, 4, 3)),
-    1536: ((96, 2, 8, 1, 5, 0), (192, 1, 8, 2, 2, 3), (192, 1, 8, 1, 5, 3), (128, 3, 4, 1, 6, 3)),
-    1152: ((96, 3, 4, 2, 3, 3), (96, 3, 4, 3, 2, 3), (96, 3, 4, 1, 7, 3)),
+    2048: (
+        (128, 2, 8, 2, 2, 2, False),
+        (128, 2, 8, 2, 2, 2, True),
+        (128, 2, 8, 4, 1, 0, True),
+        (128, 2, 8, 4, 1, 1, True),
+    ),
+    1536: (
+        (96, 2, 8, 1, 5, 0, False),
+        (96, 2, 8, 5, 1, 0, True),
+        (128, 3, 4, 5, 1, 0, True),
+        (128, 3, 4, 1, 6, 3, False),
+    ),
+    1152: (
+        (96, 3, 4, 2, 3, 3, False),
+        (96, 3, 4, 2, 3, 3, True),
+        (96, 3, 4, 3, 2, 3, True),
+        (96, 3, 4, 6, 1, 0, True),
+        (96, 3, 4, 1, 7, 3, False),
+    ),
 }
 
 
@@ -179,36 +220,34 @@ def forward_ways(
         plans += [plan, replace(plan, ahead=True, waves=16)] if 32 < threads <= 128 else [plan]
     for threads, vectors, each, fits in () if residual else _LATE.get(width, ()):
         block = threads * -(-96 // threads)
-        plans.append(
-            RowPlan(threads=threads, vectors=vectors, block=block, each=each, late=True, min_blocks=fits)
-        )
+        plan = RowPlan(threads=threads, vectors=vectors, block=block, each=each, late=True, min_blocks=fits)
+        plans += [plan, replace(plan, flat=True)] if modulate and block == threads else [plan]
     for threads, vectors, each, fits in () if residual else _LATE_AHEAD.get(width, ()):
         plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, late=True)
         plans.append(replace(plan, ahead=True, waves=fits))
+    for threads, vectors, each, rows, fits, stages in () if residual else _FORWARD_STAGED.get(width, ()):
+        plan = RowPlan(threads=threads, vectors=vectors, block=rows * threads, each=each, late=True)
+        plans.append(replace(plan, ahead=True, waves=fits, min_blocks=fits, stages=stages))
     return {plan.name: plan for plan in plans if plan.block % 32 == 0}
 
 
-def backward_ways(width: int, *, columns: bool) -> dict[str, RowPlan]:
+def backward_ways(width: int, *, columns: bool, modulate: bool = False) -> dict[str, RowPlan]:
     """Return plans of the backward kernel by name, the default first."""
     first = backward_plan(width, columns=columns)
     if first is None:
         return {}
     if not columns:
         return {plan.name: plan for plan in (first, replace(first, waves=40))}
-    plans = [first]
     if width in _STAGED:
-        # The form without stages, with as many rows of threads as registers allow.
-        threads, vectors, each = _spread(width)
-        plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each)
-        plans.append(replace(plan, min_blocks=512 // threads))
-    for threads, vectors, each, rows, fits, stages in _STAGED.get(width, ()):
-        plans.append(
-            RowPlan(
-                threads=threads, vectors=vectors, block=rows * threads, each=each, min_blocks=fits,
-                stages=stages,
-            )
-        )  # fmt: skip
-    return {plan.name: plan for plan in plans}
+        plans = [_staged(form) for form in _STAGED[width]]
+        own = [plan for plan in plans if plan == first or plan.apart]
+        plans += [replace(plan, early=True) for plan in own]
+        if modulate:
+            # Groups of rows are walked side by side.
+            plans += [replace(plan, turned=True) for plan in own[:3]]
+            plans += [replace(plan, turned=True, early=True) for plan in own[1:3]]
+        return {plan.name: plan for plan in (first, *plans)}
+    return {first.name: first}
 
 
 def forward_spec(
@@ -243,6 +282,9 @@ def forward_spec(
             "full": plan.full(width),
             "ahead": plan.ahead,
             "late": plan.late and (gain != "none" or offset),
+            "flat": plan.flat,
+            # Other types would take more shared memory than a block has.
+            "stages": plan.stages if plan.ahead and not residual and x == "bf16" else 0,
         },
         arguments="PPPPPPPPqqqqf",
         block=plan.block,
@@ -284,9 +326,13 @@ def backward_spec(
             "full": plan.full(width),
             # Other types would take more shared memory than a block has.
             "stages": plan.stages if x == y == "bf16" else 0,
+            "apart": plan.apart,
+            "turned": plan.turned,
+            "early": plan.early,
         },
         arguments="PPPPPPPPPqqq",
         block=plan.block,
+        capability=FOLLOWING if plan.early else 0,
         # The other types need more registers and would spill under the limit.
         min_blocks=plan.min_blocks if x == y == "bf16" and (w == x or not plan.stages) else 0,
         vector=plan.each == 8,

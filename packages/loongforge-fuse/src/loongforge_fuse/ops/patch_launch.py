@@ -14,7 +14,10 @@ from loongforge_fuse.ops._common import CODES, fell_back, load_first, processors
 from loongforge_fuse.ops.image import affine
 from loongforge_fuse.ops.patch_plan import (
     CHANNELS,
+    CLEAR_JOB,
+    CLEAR_WAYS,
     PATCHES,
+    clear_spec,
     gather_blocks,
     gather_ways,
     padded_length,
@@ -23,7 +26,7 @@ from loongforge_fuse.ops.patch_plan import (
     scatter_blocks,
     scatter_ways,
 )
-from loongforge_fuse.ops.variants import forget_on_change, in_turn
+from loongforge_fuse.ops.variants import chosen, forget_on_change, in_turn
 
 _MAX_THREADS = 2**31  # the kernels count threads in 32 bits
 Loaded = tuple[Function, KernelSpec]
@@ -31,6 +34,8 @@ _gather_calls: dict[Hashable, Loaded] = {}
 _scatter_calls: dict[Hashable, Loaded] = {}
 forget_on_change(_gather_calls.clear)
 forget_on_change(_scatter_calls.clear)
+_clear_calls: dict[int, tuple[Function, KernelSpec] | None] = {}
+forget_on_change(_clear_calls.clear)
 
 
 def gather_job(x: str, y: str, patch: int, *, last: bool, planar: bool) -> str:
@@ -115,6 +120,25 @@ def _scatter(key: tuple[int, str, str, int, bool, bool, bool, bool]) -> Loaded |
     return found
 
 
+def _cleared(grad: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `count` zeros on the device of `grad`."""
+    device = grad.get_device()
+    if device not in _clear_calls:
+        way = chosen(CLEAR_JOB, CLEAR_WAYS)
+        spec = None if way == CLEAR_WAYS[0] else clear_spec(way)
+        loaded = None if spec is None else load_first("masked_unfold_backward", [spec], device)
+        _clear_calls[device] = None if spec is None or loaded is None else (loaded[0], spec)
+    found = _clear_calls[device]
+    if found is None or not count:
+        return grad.new_zeros(count, dtype=dtype)
+    out = grad.new_empty(count, dtype=dtype)
+    call, spec = found
+    vectors, rest = divmod(count * out.element_size(), 16)
+    blocks = max(1, -(-vectors // (spec.block * int(spec.options["each"]))))
+    call.run(blocks, 1, (out.data_ptr(), vectors, rest // 2))
+    return out
+
+
 def rows_backward_cuda(
     grad: Tensor,
     table: Tensor,
@@ -146,7 +170,7 @@ def rows_backward_cuda(
     if found is None:
         return patch_reference.rows_backward(grad, table, mask, patch, last, planar, count, dtype, complete)
     keep = None if mask is None else mask.contiguous()
-    out = grad.new_empty(count, dtype=dtype) if fill else grad.new_zeros(count, dtype=dtype)
+    out = grad.new_empty(count, dtype=dtype) if fill else _cleared(grad, count, dtype)
     if patches:
         masked_at = 0 if keep is None else keep.data_ptr()
         pointers = (grad.data_ptr(), table.data_ptr(), masked_at, out.data_ptr())

@@ -18,6 +18,17 @@ _WARP = 32
 _STRIP = {14: 3, 16: 4}
 _STRIP_BLOCK = 128
 
+# Ways to clear the buffer that gradients of patches go to: torch's, or from its end on, by the vectors that a
+# thread clears.
+CLEAR_JOB, CLEAR_WAYS = "masked_unfold clearing", ("torch", "down 1", "down 4")
+
+
+def clear_spec(way: str) -> KernelSpec:
+    """Return the specification of the kernel that clears a buffer, for any way but the first."""
+    return KernelSpec(
+        module="clearing", maker="clear_down", options={"each": int(way.split()[1])}, arguments="Pqq"
+    )
+
 
 def patch_table(
     sizes: Sequence[tuple[int, int]], patch: int, *, planar: bool, channels: int = 3, start: int = 0

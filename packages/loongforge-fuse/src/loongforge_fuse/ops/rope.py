@@ -18,15 +18,26 @@ from loongforge_fuse.ops._common import (
     define,
     differentiable,
     fell_back,
+    load_first,
     plain,
     processors,
     resolve,
     wants_grad,
 )
 from loongforge_fuse.ops.columns import add_partials
+from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
 _WIDTHS = (16, 32, 64, 128, 256)
-_WAVES = 2  # blocks on each multiprocessor, which is what the backward kernel's registers allow
+# Ways of the backward kernel with the weight's sums, the default first: heads of a token that a group of
+# lanes takes, blocks that fit on a multiprocessor, whether the next heads are read ahead.
+_WAYS = {
+    "4 heads 2 blocks": (4, 2, False),
+    "2 heads 3 blocks": (2, 3, False),
+    "2 heads 2 blocks ahead": (2, 2, True),
+    "1 head 4 blocks": (1, 4, False),
+    "1 head 3 blocks ahead": (1, 3, True),
+}
+BACKWARD_JOB, BACKWARD_WAYS = "head_norm_rope backward columns", tuple(_WAYS)
 
 
 def heads_each(heads: int, dtype: torch.dtype) -> int:
@@ -45,18 +56,27 @@ def rope_spec(x: str, w: str, c: str, width: int, each: int) -> KernelSpec:
     )
 
 
-def rope_backward_spec(x: str, w: str, c: str, width: int, each: int, *, columns: bool) -> KernelSpec:
-    """Return the specification of the backward kernel."""
+def rope_backward_spec(
+    x: str, w: str, c: str, width: int, each: int, *, columns: bool, way: str = BACKWARD_WAYS[0]
+) -> KernelSpec:
+    """Return the specification of the backward kernel; `each` is the most that the number of heads allows."""
+    most, blocks, ahead = _WAYS[way]
+    limited = columns and x == w == c == "bf16" and way != BACKWARD_WAYS[0]
     return KernelSpec(
         module="rope",
         maker="head_norm_rope_backward",
-        options={"x": x, "w": w, "c": c, "width": width, "heads_each": each, "columns": columns},
+        options={
+            "x": x, "w": w, "c": c, "width": width, "heads_each": min(each, most), "columns": columns,
+            "ahead": ahead and columns,
+        },
         arguments="PPPPPPPqqqf",
-    )
+        min_blocks=blocks if limited else 0,
+    )  # fmt: skip
 
 
 _forward_calls: dict[Hashable, Function] = {}
-_backward_calls: dict[Hashable, Function] = {}
+_backward_calls: dict[Hashable, tuple[Function, int, int]] = {}
+forget_on_change(_backward_calls.clear)
 
 
 def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,7 +161,8 @@ def _rope_cuda(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) 
 
 def _backward_call(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, columns: bool
-) -> Function | None:
+) -> tuple[Function, int, int] | None:
+    """Return the kernel, the heads that a group of lanes takes, and the blocks that fit on a processor."""
     device, each, width = x.get_device(), heads_each(x.shape[-2], x.dtype), x.shape[-1]
     key = (device, x.dtype, weight.dtype, cos.dtype, width, each, columns)
     reason = _refusal(x, grad, weight, cos, sin)
@@ -152,8 +173,14 @@ def _backward_call(
     if found is not None:
         return found
     codes = CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype]
-    spec = rope_backward_spec(*codes, width, each, columns=columns)
-    return resolve("head_norm_rope_backward", _backward_calls, key, spec, device)
+    ways = in_turn(BACKWARD_JOB, BACKWARD_WAYS) if columns else BACKWARD_WAYS[:1]
+    specs = [rope_backward_spec(*codes, width, each, columns=columns, way=way) for way in ways]
+    loaded = load_first("head_norm_rope_backward", specs, device)
+    if loaded is None:
+        return None
+    call, place = loaded
+    found = _backward_calls[key] = call, int(specs[place].options["heads_each"]), _WAYS[ways[place]][1]
+    return found
 
 
 def _rope_backward_cuda(
@@ -167,15 +194,16 @@ def _rope_backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     grad, x, weight = grad.to(x.dtype).contiguous(), x.contiguous(), weight.contiguous()
     table_cos, table_sin = _tables(cos, sin)
-    call = _backward_call(grad, x, weight, table_cos, table_sin, columns=columns)
-    if call is None:
+    found = _backward_call(grad, x, weight, table_cos, table_sin, columns=columns)
+    if found is None:
         return _backward_reference(grad, x, weight, cos, sin, eps, columns)
+    call, each, fits = found
     dx = torch.empty_like(x)
     heads, width = x.shape[-2:]
     device, rows, per_block = x.get_device(), x.numel() // width, BLOCK // (width // 8)
-    blocks = -(-rows // (per_block * heads_each(heads, x.dtype)))
+    blocks = -(-rows // (per_block * each))
     if columns:
-        blocks = min(blocks, _WAVES * processors(device))
+        blocks = min(blocks, fits * processors(device))
     part = x.new_empty((blocks, width) if columns else 0, dtype=torch.float32)
     if rows:
         tensors = (x, weight, table_cos, table_sin, grad, dx, part)

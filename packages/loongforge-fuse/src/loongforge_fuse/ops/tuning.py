@@ -21,9 +21,19 @@ from loongforge_fuse.ops.image import TABLE_JOB, TABLE_WAYS, image_table, image_
 from loongforge_fuse.ops.norm_launch import backward_job, forward_job, run_norm, run_norm_backward
 from loongforge_fuse.ops.norm_plan import backward_ways, forward_ways
 from loongforge_fuse.ops.patch_launch import gather_job, rows_backward_cuda, rows_cuda, scatter_job
-from loongforge_fuse.ops.patch_plan import gather_ways, padded_length, patch_table, scatter_ways
+from loongforge_fuse.ops.patch_plan import (
+    CLEAR_JOB,
+    CLEAR_WAYS,
+    PATCHES,
+    gather_ways,
+    padded_length,
+    patch_table,
+    scatter_ways,
+)
 from loongforge_fuse.ops.quantise import quantise_rows
 from loongforge_fuse.ops.quantise_plan import FLOAT8_CAPABILITY, job_of, ways_of
+from loongforge_fuse.ops.rope import BACKWARD_JOB as ROPE_JOB
+from loongforge_fuse.ops.rope import BACKWARD_WAYS as ROPE_WAYS
 
 Work = Callable[[], object]
 _BF16 = torch.bfloat16
@@ -119,6 +129,14 @@ def _patch_jobs() -> Iterator[Job]:
             make=scatter,
             size=4 * count,
         )
+        if patch == PATCHES[0]:
+
+            def clear(patch: int = patch, side: int = side, count: int = count) -> Work:
+                table = patch_table([(side, side)] * 200, patch, planar=True).cuda()
+                grad = _half(table.shape[0], padded_length(patch))
+                return lambda: rows_backward_cuda(grad, table, None, patch, False, True, count, _BF16, False)
+
+            yield Job(name=CLEAR_JOB, ways=CLEAR_WAYS, make=clear, size=6 * count)
 
 
 def _table_job() -> Job:
@@ -131,6 +149,18 @@ def _table_job() -> Job:
 
     size = images * 3 * (252 * 252 + 2 * 256 * 256)
     return Job(name=TABLE_JOB, ways=TABLE_WAYS, make=make, size=size)
+
+
+def _rope_job() -> Job:
+    rows = _LARGE_ELEMENTS // 2048
+
+    def make() -> Work:
+        x, w, g = _half(16, rows // 16, 16, 128), _half(128), _half(16, rows // 16, 16, 128)
+        cos, sin = _half(rows // 16, 128), _half(rows // 16, 128)
+        back = torch.ops.loongforge.head_norm_rope_backward
+        return lambda: back(g, x, w, cos, sin, 1e-6, True)
+
+    return Job(name=ROPE_JOB, ways=ROPE_WAYS, make=make, size=6 * _LARGE_ELEMENTS)
 
 
 def _norm_jobs() -> Iterator[Job]:
@@ -182,7 +212,7 @@ def _norm_jobs() -> Iterator[Job]:
 
             yield Job(
                 name=backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate),
-                ways=tuple(backward_ways(width, columns=columns)),
+                ways=tuple(backward_ways(width, columns=columns, modulate=modulate)),
                 make=backward,
                 size=6 * rows * width,
             )
@@ -206,7 +236,7 @@ def _quantise_jobs() -> Iterator[Job]:
 
 def jobs() -> tuple[Job, ...]:
     """Return all choices that measurement may decide here; makes nothing on the device yet."""
-    found = [_gelu_job(), _table_job(), *_patch_jobs(), *_norm_jobs()]
+    found = [_gelu_job(), _table_job(), _rope_job(), *_patch_jobs(), *_norm_jobs()]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= divmod(FLOAT8_CAPABILITY, 10):
         found += _quantise_jobs()
     return tuple(j for j in found if len(j.ways) > 1)

@@ -15,8 +15,10 @@ from loongforge_fuse.kernels.specs import KernelSpec
 
 __all__ = ["SharedArray", "SimulationError", "simulate"]
 WARP = 32
+BARRIERS = 16  # of a block
 _Number = Any  # Python int or numpy.float32
-_Event = tuple[str, Any, int]  # kind, value offered, lane mask of a shuffle
+# Kind, value offered or number of the barrier, lane mask of a shuffle or threads of the barrier.
+_Event = tuple[str, Any, int]
 
 
 @dataclass(kw_only=True)
@@ -30,6 +32,8 @@ class _Thread:
     done: bool = False
     block_epoch: int = 0
     warp_epoch: int = 0
+    some_epoch: int = 0
+    some: int = 0  # barrier of some warps that the thread has passed last
 
     @property
     def warp(self) -> int:
@@ -43,6 +47,7 @@ class _Access:
     thread: int
     block_epoch: int
     warp_epoch: int
+    some_epoch: int
 
 
 class SharedArray:
@@ -89,7 +94,12 @@ class SharedArray:
 
     def _now(self) -> _Access:
         thread = self._block.current
-        return _Access(thread=thread.number, block_epoch=thread.block_epoch, warp_epoch=thread.warp_epoch)
+        return _Access(
+            thread=thread.number,
+            block_epoch=thread.block_epoch,
+            warp_epoch=thread.warp_epoch,
+            some_epoch=thread.some_epoch,
+        )
 
     def __getitem__(self, place: int) -> _Number:
         self._check(place, write=False)
@@ -188,7 +198,11 @@ class Block:
         mine = self.current
         if other.thread == mine.number or other.block_epoch < mine.block_epoch:
             return True
-        return other.thread // WARP == mine.warp and other.warp_epoch < mine.warp_epoch
+        if other.thread // WARP == mine.warp and other.warp_epoch < mine.warp_epoch:
+            return True
+        # Threads that have passed a barrier of some warps together: what the other did before it is over.
+        together = 0 < mine.some == self.threads[other.thread].some
+        return together and other.some_epoch < mine.some_epoch
 
 
 def simulate(
@@ -285,7 +299,7 @@ def _released(device: Block) -> list[_Thread]:
             thread.block_epoch += 1
             thread.answer = None
         return alive
-    ready = []
+    ready = _past_some(alive)
     for start in range(0, len(device.threads), WARP):
         warp = device.threads[start : start + WARP]
         kinds = {t.waits[0] if t.waits is not None else "end" for t in warp}
@@ -301,6 +315,24 @@ def _released(device: Block) -> list[_Thread]:
             where = f"warp {start // WARP} of block {device.blockIdx.x}"
             message = f"{where}: not all lanes take part in a shuffle, they are at {sorted(kinds)}"
             raise SimulationError(message)
+    return ready
+
+
+def _past_some(alive: list[_Thread]) -> list[_Thread]:
+    """Return the threads whose barrier of some warps is complete."""
+    waiting: dict[tuple[int, int], list[_Thread]] = {}
+    for thread in alive:
+        if thread.waits is not None and thread.waits[0] == "some":
+            waiting.setdefault((int(thread.waits[1]), int(thread.waits[2])), []).append(thread)
+    ready = []
+    for (which, count), threads in waiting.items():
+        if not 0 < which < BARRIERS or count % WARP or len(threads) > count:
+            message = f"{len(threads)} threads wait at barrier {which} (1 to {BARRIERS - 1}) for {count}"
+            raise SimulationError(message)
+        if len(threads) == count:
+            for thread in threads:
+                thread.some, thread.some_epoch, thread.answer = which, thread.some_epoch + 1, None
+            ready += threads
     return ready
 
 

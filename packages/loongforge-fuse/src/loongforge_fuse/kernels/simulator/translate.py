@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from loongforge_fuse.kernels.simulator.machine import Block
 
 _PACKAGE = "loongforge_fuse.kernels.source"
-_NATIVE = ("intrinsics", "lowering")  # replaced, not executed
+_NATIVE = ("intrinsics", "barriers", "lowering")  # replaced, not executed
 _EVENTS = {"syncthreads": "block", "syncwarp": "warp", "shfl_xor_sync": "shuffle"}
+_SOME = "some_barrier"  # of kernel source itself: its arguments are a number and how many threads wait
 
 
 def _integer(bits: int, *, signed: bool) -> Any:
@@ -46,6 +47,8 @@ _NUMBA: dict[str, Any] = {
 
 def _event_of(call: ast.Call) -> str | None:
     function = call.func
+    if isinstance(function, ast.Name) and function.id == _SOME:
+        return "some"
     if (
         isinstance(function, ast.Attribute)
         and isinstance(function.value, ast.Name)
@@ -104,7 +107,9 @@ class _Rewrite(ast.NodeTransformer):
         self.generic_visit(node)
         event = _event_of(node)
         if event is not None:
-            offered = [*node.args[1:3]] if event == "shuffle" else [ast.Constant(None), ast.Constant(0)]
+            offered: list[ast.expr] = [ast.Constant(None), ast.Constant(0)]
+            if event in ("shuffle", "some"):
+                offered = node.args[1:3] if event == "shuffle" else node.args
             return ast.Yield(ast.Tuple([ast.Constant(event), *offered], ast.Load()))
         if isinstance(node.func, ast.Name) and node.func.id in self._generators:
             return ast.YieldFrom(node)
@@ -135,6 +140,9 @@ def load_module(name: str, device: Block) -> dict[str, Any]:
             return numba
         if target == f"{_PACKAGE}.intrinsics":
             return stand_in
+        if target == f"{_PACKAGE}.barriers":
+            # Calls of the first have become events; kernels run one after the other here.
+            return SimpleNamespace(some_barrier=None, begin_next=lambda: None, await_last=lambda: None)
         if target.startswith(f"{_PACKAGE}."):
             return SimpleNamespace(**execute(target.removeprefix(f"{_PACKAGE}.")))
         return builtins.__import__(target, *arguments, **named)

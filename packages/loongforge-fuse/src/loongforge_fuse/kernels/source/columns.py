@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from numba import cuda, float32, int64, uint32
 
+from loongforge_fuse.kernels.source.barriers import await_last
 from loongforge_fuse.kernels.source.common import FULL_WARP
 from loongforge_fuse.kernels.source.intrinsics import EXPAND, LOAD, LOAD_RAW, STORE_SCALAR, raw_words
 
@@ -67,11 +68,12 @@ def bias_sums(*, x: str, y: str, ahead: int) -> Kernel:
     return kernel
 
 
-def column_sums(*, y: str, lines: int, ahead: int, block: int) -> Kernel:
+def column_sums(*, y: str, lines: int, ahead: int, follows: bool, block: int) -> Kernel:
     """Kernel (part, out, width, chunks): out[group, c] = sum over i of part[group * chunks + i, c], float32.
 
     blockIdx.y is the group; width is a multiple of 4. A block is `lines` lines of threads with four columns
-    each: many lines for many chunks, few lines and many columns for few chunks.
+    each: many lines for many chunks, few lines and many columns for few chunks. `follows`: it may be
+    launched before the kernel that made the partial sums has ended.
     """
     load, store = LOAD["f32", 4], STORE_SCALAR[y]
     quads = block // lines
@@ -91,6 +93,8 @@ def column_sums(*, y: str, lines: int, ahead: int, block: int) -> Kernel:
         total = cuda.local.array(4, float32)
         for k in range(4):
             total[k] = float32(0.0)
+        if follows:
+            await_last()
         if column < width >> 2:
             i = line
             while i < chunks:

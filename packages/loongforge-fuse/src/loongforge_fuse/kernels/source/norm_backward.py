@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from numba import cuda, float32, int32, int64, uint32
 
+from loongforge_fuse.kernels.source.barriers import begin_next, some_barrier
 from loongforge_fuse.kernels.source.common import narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
     AWAIT_COPIES,
@@ -23,7 +24,7 @@ from loongforge_fuse.kernels.source.intrinsics import (
     raw_words,
     reciprocal,
 )
-from loongforge_fuse.kernels.source.norm_forward import place_in_row
+from loongforge_fuse.kernels.source.norm_forward import place_in_row, put_pair, take_pair
 
 Kernel = Callable[..., None]
 
@@ -33,11 +34,41 @@ def add_below(sums, others, lane, sub, row, threads, size):
     """Add the sums that the threads of row `row` of the block hold to those of row 0, lane by lane."""
     if sub == row:
         for k in range(size):
-            others[k * threads + lane] = sums[k]
+            others[uint32(k * threads + lane)] = sums[k]
     cuda.syncthreads()
     if sub == 0:
         for k in range(size):
-            sums[k] += others[k * threads + lane]
+            sums[k] += others[uint32(k * threads + lane)]
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True, inline="always")
+def turned_row(row, begin, rows, turned):
+    """Return the row of a group that is number `row` when counting starts at `begin` and wraps around."""
+    if turned:
+        row += begin
+        if row >= rows:
+            row -= rows
+    return row
+
+
+@cuda.jit(device=True, inline="always")
+def write_joined(part, line, sums, others, lane, sub, threads, vectors, each, rows, store):
+    """Add the sums of all rows of a block, each thread those of one vector of columns, and store them."""
+    size = vectors * each
+    for k in range(size):
+        others[uint32((sub * size + k) * threads + lane)] = sums[k]
+    cuda.syncthreads()
+    mine = uint32(cuda.threadIdx.x)
+    if mine < uint32(threads * vectors):
+        j = uint32(mine // uint32(threads))
+        at = uint32(j * uint32((each - 1) * threads) + mine)
+        for k in range(each):
+            total = others[uint32(at + uint32(k * threads))]
+            for r in range(1, rows):
+                total += others[uint32(at + uint32((r * size + k) * threads))]
+            sums[k] = total
+        store(part, line * (threads * vectors) + int64(mine), sums, 0)
     cuda.syncthreads()
 
 
@@ -56,6 +87,9 @@ def norm_backward(
     each: int,
     full: bool,
     stages: int,
+    apart: bool,
+    turned: bool,
+    early: bool,
     block: int,
 ) -> Kernel:
     """Kernel (x, dy, gain, mean, rstd, carry, dx, part_g, part_o, group_rows, width, gain_step).
@@ -71,6 +105,11 @@ def norm_backward(
     With `stages` rows are copied to shared memory without passing through registers, `stages` rows ahead.
     Each thread copies what it reads itself, so no barrier is needed for that.
 
+    `apart`: each row of a block has a barrier of its own, so rows do not wait for each other; `threads` is a
+    multiple of 32. `turned`: each group begins at another of its rows, so that groups whose size is a power
+    of two do not all read at the same distance from such a border. `early`: the kernel that adds the partial
+    sums may start before this one ends.
+
     With m1 and m2 the means of dy * g and dy * g * xhat, dx = rstd * (dy * g - m1 - xhat * m2), which is one
     product and two fused multiply-adds an element: rstd * (dy * g) + (x * slope + level).
     """
@@ -82,8 +121,8 @@ def norm_backward(
     size, held_x, held_y = each * vectors, words_x * vectors, words_y * vectors
     per_block = block // threads
     wide, warps, lanes = threads > 32, max(1, threads // 32), min(threads, 32)
-    half = 2 * (block // 32)
-    slots = 2 * half
+    half = block // 32  # pairs of a row of all rows of the block
+    slots = 4 * half
     modulate, scaled = gain == "modulate", gain != "none"
     # Half rows are rounded far more coarsely than x * rstd - mean * rstd loses; float32 rows are centred.
     centred = layer and x == "f32"
@@ -99,7 +138,9 @@ def norm_backward(
     runs_x, runs_y = vectors * pieces_x, vectors * pieces_y
     staged_x, staged_y = max(stages * held_x * block, 4), max(stages * held_y * block, 4)
     joined = columns and not single
-    gathered = threads * size if joined else 4
+    # Where rows are copied ahead, shared memory has place for the sums of one row; else for those of all.
+    together = joined and full and not piped
+    gathered = (threads * size * (per_block if together else 1)) if joined else 4
 
     def kernel(px, pd, pg, pm, ps, pc, po, part_g, part_o, group_rows, width, gain_step):
         lane, sub = place_in_row(single, threads)
@@ -108,6 +149,9 @@ def norm_backward(
         first = group * group_rows
         stride = int64(cuda.gridDim.x) * per_block
         row = int64(cuda.blockIdx.x) * per_block + sub
+        begin = int64(0)
+        if turned:
+            begin = int64(uint32(uint32(first) // uint32(cuda.gridDim.y)))
         sum_g = cuda.local.array(size, float32)
         sum_o = cuda.local.array(size, float32)
         g = cuda.local.array(size, float32)
@@ -117,21 +161,28 @@ def norm_backward(
         raw_y = cuda.local.array(held_y, uint32)
         next_x = cuda.local.array(held_x, uint32)
         next_y = cuda.local.array(held_y, uint32)
-        scratch = cuda.shared.array(slots, float32, alignment=16)
+        scratch = cuda.shared.array(slots, uint32, alignment=16)
+        words = cuda.local.array(4, uint32)
+        pair = cuda.local.array(4, float32)
+        for j in range(4):
+            words[j] = uint32(0)
         stage_x = cuda.shared.array(staged_x, uint32, alignment=16)
         stage_y = cuda.shared.array(staged_y, uint32, alignment=16)
         others = cuda.shared.array(gathered, float32, alignment=16)
         mine = int64(cuda.threadIdx.x)
+        if early:
+            begin_next()
         for j in range(held_x):
             next_x[j] = uint32(0)
         for j in range(held_y):
             next_y[j] = uint32(0)
         next_mean = float32(0.0)
         next_rstd = float32(0.0)
+        place_of = first + turned_row(row, begin, group_rows, turned)
         if single or row < group_rows:
             if layer:
-                next_mean = load_f32(pm, first + row)
-            next_rstd = load_f32(ps, first + row)
+                next_mean = load_f32(pm, place_of)
+            next_rstd = load_f32(ps, place_of)
         for j in range(vectors):
             for k in range(each):
                 sum_g[each * j + k] = float32(0.0)
@@ -140,23 +191,24 @@ def norm_backward(
             c = lane + j * threads
             if full or c < count:
                 if not piped and (single or row < group_rows):
-                    load_x(px, (first + row) * count + c, next_x, words_x * j)
-                    load_y(pd, (first + row) * count + c, next_y, words_y * j)
+                    load_x(px, place_of * count + c, next_x, words_x * j)
+                    load_y(pd, place_of * count + c, next_y, words_y * j)
                 if scaled:
                     load_w(pg, group * (gain_step >> shift) + c, g, each * j)
         if modulate:
             for j in range(size):
                 g[j] += float32(1.0)
         scale = float32(share) if full else reciprocal(float32(int32(width)))
-        turn = 0
+        turn = int64(0)
         stage = 0
         if piped:
             for s in range(stages):
                 if row + s * stride < group_rows:
+                    ahead = first + turned_row(row + s * stride, begin, group_rows, turned)
                     for j in range(vectors):
                         c = lane + j * threads
                         if full or c < count:
-                            at = (first + row + s * stride) * count + c
+                            at = ahead * count + c
                             for p in range(pieces_x):
                                 place = (s * runs_x + j * pieces_x + p) * block + mine
                                 copy_x(stage_x, place, px, at * pieces_x + p)
@@ -166,7 +218,7 @@ def norm_backward(
                 close_copies(stage_x)
         while row - sub < group_rows:
             live = single or row < group_rows
-            base = (first + row) * count
+            base = (first + turned_row(row, begin, group_rows, turned)) * count
             mean = next_mean
             rstd = next_rstd
             if piped:
@@ -191,14 +243,15 @@ def norm_backward(
                 for j in range(held_y):
                     raw_y[j] = next_y[j]
             if row + stride < group_rows:
+                ahead = first + turned_row(row + stride, begin, group_rows, turned)
                 if layer:
-                    next_mean = load_f32(pm, first + row + stride)
-                next_rstd = load_f32(ps, first + row + stride)
+                    next_mean = load_f32(pm, ahead)
+                next_rstd = load_f32(ps, ahead)
                 for j in range(vectors):
                     c = lane + j * threads
                     if not piped and (full or c < count):
-                        load_x(px, base + stride * count + c, next_x, words_x * j)
-                        load_y(pd, base + stride * count + c, next_y, words_y * j)
+                        load_x(px, ahead * count + c, next_x, words_x * j)
+                        load_y(pd, ahead * count + c, next_y, words_y * j)
             elif joined:
                 # Other rows of the block may go on: what this one holds must not be added again.
                 for j in range(held_y):
@@ -230,27 +283,28 @@ def norm_backward(
             s2 = narrow_sum(s2, lanes)
             if wide:
                 if lane & 31 == 0:
-                    at = turn + 2 * (cuda.threadIdx.x >> 5)
-                    scratch[at] = s2
-                    if layer:
-                        scratch[at + 1] = s1
+                    put_pair(scratch, turn + int64(cuda.threadIdx.x >> 5), words, s2, s1)
                 # One barrier a row: the next row writes the other half.
-                cuda.syncthreads()
-                at = turn + 2 * warps * sub
+                if apart:
+                    some_barrier(int32(sub + 1), int32(threads))
+                else:
+                    cuda.syncthreads()
                 s1 = float32(0.0)
                 s2 = float32(0.0)
                 for u in range(warps):
-                    s2 += scratch[at + 2 * u]
+                    take_pair(scratch, turn + warps * sub + u, words, pair)
+                    s2 += pair[0]
                     if layer:
-                        s1 += scratch[at + 2 * u + 1]
+                        s1 += pair[1]
                 turn = half - turn
             if piped:
                 # What the row needs is in registers: its place is free for the row `stages` further on.
                 if row + stages * stride < group_rows:
+                    ahead = first + turned_row(row + stages * stride, begin, group_rows, turned)
                     for j in range(vectors):
                         c = lane + j * threads
                         if full or c < count:
-                            at = base + stages * stride * count + c
+                            at = ahead * count + c
                             for p in range(pieces_x):
                                 place = (stage * runs_x + j * pieces_x + p) * block + mine
                                 copy_x(stage_x, place, px, at * pieces_x + p)
@@ -282,13 +336,21 @@ def norm_backward(
                                 d[k] += h[k]
                         store_x(po, base + c, d, 0)
             row += stride
-        if columns:
+        line = group * kinds * int64(cuda.gridDim.x) + int64(cuda.blockIdx.x)
+        if together:
+            write_joined(
+                part_g, line, sum_g, others, lane, sub, threads, vectors, each, per_block, store_part
+            )
+            if offset:
+                write_joined(
+                    part_o, line, sum_o, others, lane, sub, threads, vectors, each, per_block, store_part
+                )
+        elif columns:
             if joined:
                 for r in range(1, per_block):
                     add_below(sum_g, others, lane, sub, r, threads, size)
                     if offset:
                         add_below(sum_o, others, lane, sub, r, threads, size)
-            line = group * kinds * int64(cuda.gridDim.x) + int64(cuda.blockIdx.x)
             for j in range(vectors):
                 c = lane + j * threads
                 if (single or sub == 0) and (full or c < count):

@@ -15,11 +15,17 @@ from numba import cuda, float32, int32, int64, uint32
 
 from loongforge_fuse.kernels.source.common import FULL_WARP, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
+    AWAIT_COPIES,
+    COPY_ASYNC,
     EXPAND,
     LOAD_RAW,
     ROUNDED,
+    SHARED_LOAD,
+    SHARED_STORE,
     STORE,
     STORE_SCALAR,
+    bits_of,
+    close_copies,
     inverse_root,
     raw_words,
     reciprocal,
@@ -62,6 +68,28 @@ def joined_moments(mean, square, lanes, held):
     return mean, square
 
 
+_LOAD_PAIR, _STORE_PAIR, _WIDEN = SHARED_LOAD[2], SHARED_STORE[2], EXPAND["f32", 4]
+
+
+@cuda.jit(device=True, inline="always")
+def put_pair(scratch, place, words, first, second):
+    """Store two numbers of a warp as pair `place` of shared memory; `words` is an array of four words.
+
+    An index into a shared array is signed, and each use of it costs five instructions for the case that it
+    counts from the end; the accesses here take it as it is.
+    """
+    words[0] = bits_of(first)
+    words[1] = bits_of(second)
+    _STORE_PAIR(scratch, place, words, 0)
+
+
+@cuda.jit(device=True, inline="always")
+def take_pair(scratch, place, words, numbers):
+    """Set numbers[0:2] to pair `place`; `words` and `numbers` are arrays of four."""
+    _LOAD_PAIR(scratch, place, words, 0)
+    _WIDEN(words, 0, numbers, 0)
+
+
 def norm_forward(
     *,
     layer: bool,
@@ -78,6 +106,8 @@ def norm_forward(
     full: bool,
     ahead: bool,
     late: bool,
+    flat: bool,
+    stages: int,
     block: int,
 ) -> Kernel:
     """Kernel (x, residual, gain, offset, y, total, mean, rstd, group_rows, width, gain_step, offset_step,
@@ -91,7 +121,9 @@ def norm_forward(
     A vector has `each` (8 or 4) elements; `full`: threads * vectors fill the row exactly. `ahead`: blocks
     walk the rows of their group by the width of the grid, the loads of the next row under way while the
     sums of this one are made; without it the grid covers all rows. `late`: gain and offset are read where
-    they are used, from a cache, instead of being held from the start: fewer registers, so more warps.
+    they are used, from a cache, instead of being held from the start: fewer registers, so more warps. `flat`:
+    the grid has one dimension, a block for each row of all groups. `stages`: only with `ahead` and without a
+    residual; rows are copied to shared memory, `stages` rows ahead, each thread what it reads itself.
     """
     load_x, load_r, load_w = LOAD_RAW[x, each], LOAD_RAW[r, each], LOAD_RAW[w, each]
     expand_x, expand_r, expand_w = EXPAND[x, each], EXPAND[r, each], EXPAND[w, each]
@@ -101,12 +133,20 @@ def norm_forward(
     size, held_x, held_r, held_w = each * vectors, words_x * vectors, words_r * vectors, words_w * vectors
     per_block = block // threads
     wide, warps, lanes = threads > 32, max(1, threads // 32), min(threads, 32)
-    half = 2 * (block // 32)
-    slots = 2 * half
+    half = block // 32  # pairs of a row of all rows of the block
+    slots = 4 * half
     warp_holds = 32 * each * vectors  # elements of a warp in a full row
     modulate, scaled = gain == "modulate", gain != "none"
+    # Half rows are rounded far more coarsely than x * rstd - mean * rstd loses; float32 rows are centred.
+    moved = layer and x != "f32"
     # A block of one row has a row: the grid has no more blocks than the group has rows.
     single, shift, share = per_block == 1, 3 if each == 8 else 2, 1.0 / (threads * vectors * each)
+
+    piped = stages > 0
+    part = min(words_x, 4)
+    copy_x, take_x, pieces = COPY_ASYNC[part], SHARED_LOAD[part], max(1, words_x // 4)
+    runs, await_row = vectors * pieces, AWAIT_COPIES[max(stages - 1, 0)]
+    staged = max(stages * held_x * block, 4)
 
     def kernel(px, pr, pg, po, py, pt, pm, ps, group_rows, width, gain_step, offset_step, eps):
         lane, sub = place_in_row(single, threads)
@@ -115,13 +155,22 @@ def norm_forward(
         stride = int64(cuda.gridDim.x) * per_block
         row = int64(cuda.blockIdx.x) * per_block + sub
         first = group * group_rows
+        if flat:
+            group = int64(uint32(uint32(row) // uint32(group_rows)))
+            first = int64(0)
         v = cuda.local.array(size, float32)
         t = cuda.local.array(each, float32)
         raw_x = cuda.local.array(held_x, uint32)
         raw_r = cuda.local.array(held_r, uint32)
         raw_g = cuda.local.array(held_w, uint32)
         raw_o = cuda.local.array(held_w, uint32)
-        scratch = cuda.shared.array(slots, float32, alignment=16)
+        scratch = cuda.shared.array(slots, uint32, alignment=16)
+        stage_x = cuda.shared.array(staged, uint32, alignment=16)
+        mine = int64(cuda.threadIdx.x)
+        words = cuda.local.array(4, uint32)
+        pair = cuda.local.array(4, float32)
+        for j in range(4):
+            words[j] = uint32(0)
         for j in range(held_x):
             raw_x[j] = uint32(0)
         for j in range(held_r):
@@ -129,7 +178,7 @@ def norm_forward(
         for j in range(vectors):
             c = lane + j * threads
             if full or c < count:
-                if single or row < group_rows:
+                if not piped and (single or row < group_rows):
                     load_x(px, (first + row) * count + c, raw_x, words_x * j)
                     if residual:
                         load_r(pr, (first + row) * count + c, raw_r, words_r * j)
@@ -138,11 +187,30 @@ def norm_forward(
                 if offset and not late:
                     load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
         scale = float32(share) if full else reciprocal(float32(int32(width)))
-        turn = 0
+        turn = int64(0)
+        stage = 0
+        if piped:
+            for s in range(stages):
+                if row + s * stride < group_rows:
+                    for j in range(vectors):
+                        c = lane + j * threads
+                        if full or c < count:
+                            at = (first + row + s * stride) * count + c
+                            for p in range(pieces):
+                                place = (s * runs + j * pieces + p) * block + mine
+                                copy_x(stage_x, place, px, at * pieces + p)
+                close_copies(stage_x)
         alive = True
         while alive:
             live = single or row < group_rows
             base = (first + row) * count
+            if piped:
+                await_row(stage_x)
+                for j in range(vectors):
+                    if live and (full or lane + j * threads < count):
+                        for p in range(pieces):
+                            place = (stage * runs + j * pieces + p) * block + mine
+                            take_x(stage_x, place, raw_x, words_x * j + 4 * p)
             for j in range(vectors):
                 expand_x(raw_x, words_x * j, v, each * j)
                 if residual:
@@ -151,7 +219,19 @@ def norm_forward(
                         v[each * j + k] = rounded(v[each * j + k] + t[k])
                     if live and (full or lane + j * threads < count):
                         store_x(pt, base + lane + j * threads, v, each * j)
-            if ahead and row + stride < group_rows:
+            if piped:
+                # What the row needs is in registers: its place is free for the row `stages` further on.
+                if row + stages * stride < group_rows:
+                    for j in range(vectors):
+                        c = lane + j * threads
+                        if full or c < count:
+                            at = base + stages * stride * count + c
+                            for p in range(pieces):
+                                place = (stage * runs + j * pieces + p) * block + mine
+                                copy_x(stage_x, place, px, at * pieces + p)
+                close_copies(stage_x)
+                stage = stage + 1 if stage + 1 < stages else 0
+            elif ahead and row + stride < group_rows:
                 for j in range(vectors):
                     c = lane + j * threads
                     if full or c < count:
@@ -195,31 +275,31 @@ def norm_forward(
                 # Mean and deviations of the warps, joined after one barrier. The next row uses the other
                 # half of the scratch, so this barrier is also the one that protects it.
                 if lane & 31 == 0:
-                    at = turn + 2 * (cuda.threadIdx.x >> 5)
-                    scratch[at] = q
-                    if layer:
-                        scratch[at + 1] = mean
+                    put_pair(scratch, turn + int64(cuda.threadIdx.x >> 5), words, q, mean)
                 cuda.syncthreads()
-                at = turn + 2 * warps * sub
+                at = turn + warps * sub
                 q = float32(0.0)
                 if layer:
                     mean = float32(0.0)
                     for u in range(warps):
+                        take_pair(scratch, at + u, words, pair)
                         if full:
-                            mean += scratch[at + 2 * u + 1]
+                            mean += pair[1]
                         else:
-                            mean += scratch[at + 2 * u + 1] * warp_elements(u, count, threads, vectors, each)
+                            mean += pair[1] * warp_elements(u, count, threads, vectors, each)
                     mean *= float32(1.0 / warps) if full else scale
                 for u in range(warps):
-                    q += scratch[at + 2 * u]
+                    take_pair(scratch, at + u, words, pair)
+                    q += pair[0]
                     if layer:
                         held = float32(warp_holds)
                         if not full:
                             held = warp_elements(u, count, threads, vectors, each)
-                        d = scratch[at + 2 * u + 1] - mean
+                        d = pair[1] - mean
                         q += held * d * d
                 turn = half - turn
             rstd = inverse_root(q * scale + eps)
+            move = -mean * rstd
             if live:
                 if lane == 0:
                     if layer:
@@ -233,7 +313,10 @@ def norm_forward(
                         if offset and late:
                             load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
                         for k in range(each):
-                            v[each * j + k] = (v[each * j + k] - mean) * rstd
+                            if moved:
+                                v[each * j + k] = v[each * j + k] * rstd + move
+                            else:
+                                v[each * j + k] = (v[each * j + k] - mean) * rstd
                         if scaled:
                             expand_w(raw_g, words_w * j, t, 0)
                             for k in range(each):

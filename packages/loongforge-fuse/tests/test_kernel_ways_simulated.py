@@ -1,0 +1,136 @@
+"""Ways that tuning may choose, in the simulator: barriers of rows, groups of rows, cleared buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loongforge_fuse import ops
+from loongforge_fuse.kernels.simulator.operators import simulated_gpu
+from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, reference, rope, variants
+from torch import Tensor
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Fill memory that torch.empty returns with NaN, so that what a kernel leaves unwritten shows."""
+    torch.manual_seed(0)
+    ops.reset_op_counters()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    assert not ops.op_counters()["fallbacks"], ops.op_counters()["fallbacks"]
+
+
+def close(got: Tensor, want: Tensor, limit: float) -> None:
+    assert got.shape == want.shape
+    gap = (got.double() - want.double()).abs() / (want.double().abs() + 1.0)
+    assert float(gap.max()) <= limit
+
+
+def backward_cases() -> list:
+    """Ways whose rows wait for themselves alone, or whose groups begin elsewhere."""
+    found, seen = [], set()
+    for width in (1152, 1536, 2048):
+        for name, plan in norm_plan.backward_ways(width, columns=True, modulate=True).items():
+            kind = (plan.apart, plan.turned, plan.stages > 0)
+            if plan.apart or plan.turned:
+                found.append(pytest.param(width, name, marks=() if kind not in seen else pytest.mark.slow))
+                seen.add(kind)
+    return found
+
+
+@pytest.mark.parametrize(("width", "way"), backward_cases())
+@pytest.mark.parametrize(("groups", "rows"), [(1, 13), (3, 5)])
+def test_rows_of_a_block_that_do_not_wait_for_each_other_add_up(width, way, groups, rows):
+    # Few blocks, so that each walks several rows, and rows and groups do not come out even.
+    modulate = groups > 1
+    if "turned" in way and not modulate:
+        pytest.skip("one group has nowhere else to begin")
+    job = norm_launch.backward_job(width, layer=True, columns=True, large=False, modulate=modulate)
+    count = groups * rows
+    gain = torch.randn(groups, width).to(BF16)
+    x, g, carry = (torch.randn(count, width).to(BF16) for _ in "xgc")
+    mean, rstd = torch.randn(count) / 8, torch.rand(count) + 0.5
+    form = (True, modulate, rows, True, True, groups)
+    with simulated_gpu(processors=1, seed=3) as launched, variants.forced(job, way):
+        dx, sums = norm_launch.run_norm_backward(g, carry, x, gain, mean, rstd, *form, torch.float32)
+    assert launched[0].options["apart"] == ("apart" in way)
+    assert launched[0].options["turned"] == ("turned" in way)
+    want, totals = reference.norm_backward(*(t.double() for t in (g, carry, x, gain, mean, rstd)), *form)
+    close(dx, want, 2**-7)
+    close(sums.view(-1, width), totals.view(-1, width), 2e-5)
+
+
+def forward_cases() -> list:
+    """Ways of one warp or less for a row, of copies ahead, and of one dimension for all groups."""
+    found, seen = [], set()
+    for width in (1152, 1536, 2048):
+        ways = norm_plan.forward_ways(width, residual=False, large=True, layer=True, modulate=True)
+        for name, plan in ways.items():
+            kind = (plan.flat, plan.stages > 0, plan.threads <= 32)
+            if any(kind):
+                found.append(pytest.param(width, name, marks=() if kind not in seen else pytest.mark.slow))
+                seen.add(kind)
+    return found
+
+
+@pytest.mark.parametrize(("width", "way"), forward_cases())
+@pytest.mark.parametrize(("groups", "rows"), [(1, 13), (3, 5)])
+def test_forward_ways_normalise_every_row_of_every_group(width, way, groups, rows):
+    modulate = groups > 1
+    if "flat" in way and not modulate:
+        pytest.skip("offered for groups alone")
+    # Few blocks where they walk, so that each takes more rows than are copied ahead.
+    plan = norm_plan.forward_ways(width, residual=False, large=False, layer=True, modulate=True)[way]
+    job = norm_launch.forward_job(width, layer=True, residual=False, large=False, modulate=modulate)
+    x = (torch.randn(groups, rows, width) * 2 + 1).to(BF16)
+    gain, offset = (torch.randn(groups, width).to(BF16) for _ in "go")
+    with simulated_gpu(processors=1, seed=4) as launched, variants.forced(job, way):
+        done = norm_launch.run_norm(x, None, gain, offset, True, modulate, 1e-5, BF16)
+    assert done is not None
+    assert launched[0].options["stages"] == plan.stages
+    assert launched[0].options["flat"] == plan.flat
+    y, _, mean, rstd = reference.norm(
+        x.view(-1, width).double(),
+        None,
+        gain.double(),
+        offset.double(),
+        True,
+        modulate,
+        rows,
+        1e-5,
+        torch.float64,
+    )
+    close(done[0].view(-1, width), y, 2**-7)
+    close(done[2], mean.view(-1), 1e-5)
+    close(done[3], rstd.view(-1), 1e-5)
+
+
+@pytest.mark.parametrize("way", rope.BACKWARD_WAYS)
+@pytest.mark.parametrize("heads", [4, 3])
+def test_every_way_of_the_rotation_backward_gives_the_same_gradients(way, heads):
+    x, g = (torch.randn(2, 7, heads, 128).to(BF16) for _ in "xg")
+    w, cos, sin = torch.randn(128).to(BF16), torch.randn(7, 128).to(BF16), torch.randn(7, 128).to(BF16)
+    with simulated_gpu(processors=1, seed=2) as launched, variants.forced(rope.BACKWARD_JOB, way):
+        dx, dw = rope._rope_backward_cuda(g, x, w, cos, sin, 1e-6, True)
+    assert launched[0].options["ahead"] == ("ahead" in way)
+    assert launched[0].options["heads_each"] == (1 if heads == 3 else int(way[0]))
+    want, sums = rope._backward_reference(*(t.double() for t in (g, x, w, cos, sin)), 1e-6, True)
+    close(dx, want, 2**-7)
+    close(dw, sums, 2e-5)
+
+
+@pytest.mark.parametrize("way", patch_plan.CLEAR_WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_way_of_clearing_leaves_zeros_where_no_patch_is(way, dtype):
+    patch, sizes = 14, [(28, 42)]
+    table = ops.patch_table(sizes, patch, planar=True)[1:]  # the first patch is missing
+    count = 28 * 42 * 3 + 5  # and some pixels lie behind the last
+    g = torch.randn(table.shape[0], patch_plan.padded_length(patch)).to(dtype)
+    call = (table, None, patch, False, True, count, dtype, False)
+    with simulated_gpu(seed=1) as launched, variants.forced(patch_plan.CLEAR_JOB, way):
+        got = patch_launch.rows_backward_cuda(g, *call)
+    assert ("clear_down" in {spec.maker for spec in launched}) == (way != "torch")
+    assert torch.equal(got, patch_launch.patch_reference.rows_backward(g, *call))
