@@ -61,6 +61,25 @@ def test_a_state_of_torch_adamw_is_continued():
         assert torch.allclose(p, q, atol=1e-6)
 
 
+def test_torch_adamw_continues_a_state_of_ours():
+    ours, theirs = twin()
+    a, b = FusedAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for _ in range(3):
+        give(ours, theirs)
+        a.step()
+    for p, q in zip(ours, theirs, strict=True):
+        q.data.copy_(p)
+    # A copy keeps which tensors are one: a shared step count would be advanced once for every parameter.
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for _ in range(2):
+        give(ours, theirs)
+        a.step()
+        b.step()
+    assert [float(state["step"]) for state in b.state.values()] == [5.0] * 4
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.allclose(p, q, atol=1e-6)
+
+
 def test_saved_state_continues_bit_for_bit():
     ours, theirs = twin()
     a, b = FusedAdamW(ours, lr=1e-2), FusedAdamW(theirs, lr=1e-2)

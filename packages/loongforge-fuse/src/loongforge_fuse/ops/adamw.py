@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from itertools import starmap
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +119,18 @@ class FusedAdamW(torch.optim.Optimizer):
                 if "step" in state:
                     state["step"] = self._step
         return self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; every parameter has a step count of its own in it, as other optimizers expect.
+
+        They add to each of them, and a count that all share would be added to by all.
+        """
+        found = super().state_dict()
+        state = {
+            key: {**values, "step": values["step"].clone()} if "step" in values else values
+            for key, values in found["state"].items()
+        }
+        return {**found, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load a state; one of ``torch.optim.AdamW`` fits too, its largest step count is taken for all."""
