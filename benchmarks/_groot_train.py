@@ -17,6 +17,7 @@ from loongforge.runs import Run, build_run
 
 OFF: Mapping[str, object] = {
     "mem": "off", "comm": "off", "data": "off", "fuse": "off", "graph": False, "fused_ops": False,
+    "fused_optimizer": False,
 }  # fmt: skip
 WARM_UP = 10
 """Steps that the steady figures leave out: first kernels, two eager runs and one capture of the shape, the

@@ -19,6 +19,7 @@ import itertools
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -199,6 +200,10 @@ class Mark:
 
 # ---- train -----------------------------------------------------------------------------------------------
 
+ALL: Mapping[str, object] = {
+    "mem": "advisor", "comm": "hybrid", "data": "on", "fuse": 4, "graph": True, "fused_ops": True,
+    "fused_optimizer": True,
+}  # fmt: skip
 # Name: micro-batches a step, pillars. The samples of a step are the same in all of them.
 VARIANTS: dict[str, tuple[int, dict[str, object]]] = {
     "pillars off": (1, {**OFF}),
@@ -206,18 +211,10 @@ VARIANTS: dict[str, tuple[int, dict[str, object]]] = {
     "data": (1, {**OFF, "data": "on"}),
     "data, graph": (1, {**OFF, "data": "on", "graph": True}),
     "data, graph, fused ops": (1, {**OFF, "data": "on", "graph": True, "fused_ops": True}),
-    "windows not filled": (
-        4,
-        {"mem": "advisor", "data": "on", "fuse": 4, "graph": True, "fused_ops": True, "fill_windows": False},
-    ),
-    "frozen part in its step": (
-        4,
-        {"mem": "advisor", "data": "on", "fuse": 4, "graph": True, "fused_ops": True, "frozen_ahead": False},
-    ),
-    "all pillars": (
-        4,
-        {"mem": "advisor", "comm": "hybrid", "data": "on", "fuse": 4, "graph": True, "fused_ops": True},
-    ),
+    "windows not filled": (4, {**ALL, "fill_windows": False}),
+    "frozen part in its step": (4, {**ALL, "frozen_ahead": False}),
+    "torch's AdamW": (4, {**ALL, "fused_optimizer": False}),
+    "all pillars": (4, {**ALL}),
 }
 
 

@@ -15,7 +15,7 @@ from loongforge.config import TrainConfig
 from loongforge.ema import WeightAverage
 from loongforge.engine import AUTOCAST, Parts
 from loongforge.errors import ConfigError
-from loongforge.fusing import build_runner, has_hooks, patch_operators
+from loongforge.fusing import build_runner, has_hooks, keeps_gradients, patch_operators
 from loongforge.guards import Guard
 from loongforge.nvml import utilisation_reader
 from loongforge.optim import build_schedule, default_groups
@@ -96,7 +96,7 @@ def build_parts(
         average=WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None,
         drop_ragged=config.drop_ragged,
         before_optimizer=getattr(source.loader, "before_optimizer", _nothing),
-        keep_gradients=config.pillars.graph,
+        keep_gradients=keeps_gradients(config, ranks),
     )
 
 

@@ -55,6 +55,9 @@ class PillarConfig:
     its own. Works with device_prefetch and a model that says which part is frozen."""
     fused_ops: bool = False
     """Replace chosen modules by fused kernels."""
+    fused_optimizer: bool = False
+    """AdamW that clips, checks and updates in one pass over gradients and moments. Every rank must hold whole
+    weights and moments (one rank, or strategy ddp); elsewhere torch's AdamW runs, and the log says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

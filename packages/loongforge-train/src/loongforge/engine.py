@@ -24,6 +24,7 @@ from loongforge.clock import StepClock
 from loongforge.ema import WeightAverage
 from loongforge.errors import NonFiniteError
 from loongforge.guards import Guard
+from loongforge.optim import clips_itself
 from loongforge.parallel import Parallel
 from loongforge.pillars import MemoryPillar
 from loongforge.ranks import Agreement, Ranks, Vote
@@ -229,14 +230,19 @@ class StepEngine:
 
     def _update(self, outcome: Outcome, agreed: Agreement) -> tuple[Tensor, Tensor, Tensor]:
         """Unscale, clip, guard, step; return (gradient norm, global loss, skipped) without reading them."""
-        parts = self.parts
-        if parts.scaler is not None:
-            parts.scaler.unscale_(parts.optimizer)
-        norm = parts.parallel.clip(parts.clip_norm)
+        parts, step = self.parts, self.at.step + 1
         loss = torch.as_tensor(outcome.loss, dtype=torch.float32, device=parts.ranks.device)
         loss = parts.ranks.sum(loss.clone()) / parts.ranks.world_size
-        bad = parts.guard.verdict(loss, norm, step=self.at.step + 1)
-        parts.guard.apply(bad, parts.optimizer, parts.scaler)
+        clipping = clips_itself(parts.optimizer, parts.clip_norm)
+        if clipping is not None:
+            bad = parts.guard.verdict(loss, None, step=step)
+            norm, bad = parts.guard.apply_clipping(bad, clipping)
+        else:
+            if parts.scaler is not None:
+                parts.scaler.unscale_(parts.optimizer)
+            norm = parts.parallel.clip(parts.clip_norm)
+            bad = parts.guard.verdict(loss, norm, step=step)
+            parts.guard.apply(bad, parts.optimizer, parts.scaler)
         self._rate = float(parts.optimizer.param_groups[0]["lr"])
         parts.schedule.step()
         if parts.average is not None:

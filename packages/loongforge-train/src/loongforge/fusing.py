@@ -95,7 +95,11 @@ def build_runner(
     )
     executor = None
     if config.pillars.graph:
-        graphs = fuse.GraphConfig(hooks="refuse" if foreign_hooks else "allow")  # type: ignore[attr-defined]
+        graphs = fuse.GraphConfig(  # type: ignore[attr-defined]
+            hooks="refuse" if foreign_hooks else "allow",
+            gradients="accumulate" if keeps_gradients(config, ranks) else "overwrite",
+            zero_in_graph=not keeps_gradients(config, ranks),
+        )
         executor = fuse.GraphRunner(module, graphs, scaler=scaler)  # type: ignore[attr-defined]
 
     def agree(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,6 +114,15 @@ def build_runner(
         WindowFiller(module, batch_size=config.batch_size, accumulation=config.accumulation) if fill else None
     )
     return FusedWindow(fuser, graph=config.pillars.graph, filler=filler)
+
+
+def keeps_gradients(config: TrainConfig, ranks: Ranks) -> bool:
+    """Whether gradients stay the same tensors over all steps.
+
+    Whoever reduces gradients after a replay knows their addresses. On one rank a replay may write fresh ones,
+    which saves clearing them and adding to them: three passes over all gradients.
+    """
+    return config.pillars.graph and ranks.world_size > 1
 
 
 def plan_ahead(config: TrainConfig, model: nn.Module, ranks: Ranks) -> AheadPlan | None:

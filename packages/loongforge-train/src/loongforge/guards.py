@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from loongforge.config import GuardConfig
 from loongforge.errors import DataExhaustedError, LoongForgeError, NonFiniteError, SpikeError
+from loongforge.optim import ClippingOptimizer
 from loongforge.records import StepRecord
 
 READ_LAG = 9
@@ -40,11 +41,15 @@ class Guard:
         self.failure: LoongForgeError | None = None
         self._losses: dict[int, float] = {}
 
-    def verdict(self, loss: Tensor, norm: Tensor, *, step: int) -> Tensor:
-        """Return 1.0 on the device when the update must be skipped, else 0.0."""
+    def verdict(self, loss: Tensor, norm: Tensor | None, *, step: int) -> Tensor:
+        """Return 1.0 on the device when the update must be skipped, else 0.0.
+
+        Without a ``norm`` only the loss is judged; see :meth:`apply_clipping`.
+        """
         bad = torch.zeros((), dtype=torch.float32, device=loss.device)
         if self.config.nonfinite != "off":
-            bad = (~(torch.isfinite(loss) & torch.isfinite(norm.to(loss.device)))).float()
+            good = torch.isfinite(loss)
+            bad = (~(good if norm is None else good & torch.isfinite(norm.to(loss.device)))).float()
         limit = self.spike_limit(step)
         if limit is not None and self.config.spike_action != "warn":
             bad = torch.maximum(bad, (loss > limit).float())
@@ -78,6 +83,19 @@ class Guard:
             (optimizer.step() if scaler is None else scaler.step(optimizer))
         if scaler is not None:
             scaler.update()
+
+    def apply_clipping(self, bad: Tensor, optimizer: ClippingOptimizer) -> tuple[Tensor, Tensor]:
+        """Step an optimizer that clips and judges the gradients' norm itself, unless ``bad``.
+
+        Returns:
+            The norm before clipping, and whether the update was skipped, with the norm's verdict in it.
+        """
+        optimizer.step(found_inf=bad)
+        if optimizer.grad_norm is None:
+            return torch.zeros_like(bad), bad
+        # The optimizer writes its next norm into the same tensor, and this one is read later.
+        norm = optimizer.grad_norm.detach().clone().reshape(())
+        return norm, torch.maximum(bad, (~torch.isfinite(norm)).float())
 
     def observe(self, record: StepRecord, sample_ids: Sequence[Sequence[int]]) -> None:
         """Count a read step; sets :attr:`failure` when the policy says stop."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +13,63 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from loongforge.config import TrainConfig
-from loongforge.errors import CheckpointError, ConfigError
+from loongforge.errors import CheckpointError, ConfigError, require
+
+log = logging.getLogger(__name__)
 
 OPTIMIZER_FORMAT = 1
 _IDENTITY = {"params", "names", "param_names"}
 """Keys of a group that say which parameters it holds; not settings."""
 
 
+@runtime_checkable
+class ClippingOptimizer(Protocol):
+    """An optimizer that clips the gradients' norm and leaves out bad steps itself, all on the device."""
+
+    max_grad_norm: float | None
+    grad_norm: Tensor | None
+    """Norm before clipping, of the last step; not finite where that step was left out for it."""
+
+    def step(self, *, found_inf: Tensor) -> object:
+        """Update, unless ``found_inf`` or the gradients' norm forbids it."""
+        ...
+
+
+def clips_itself(optimizer: Optimizer, clip_norm: float | None) -> ClippingOptimizer | None:
+    """Return the optimizer when it clips to just this norm, None when somebody else has to."""
+    if isinstance(optimizer, ClippingOptimizer) and optimizer.max_grad_norm == clip_norm:
+        return optimizer
+    return None
+
+
 def build_optimizer(
     groups: Sequence[Mapping[str, object]], config: TrainConfig, device: torch.device
 ) -> Optimizer:
-    """Return AdamW with the configured settings; fused on CUDA, where it also skips bad steps by itself."""
-    return AdamW([dict(group) for group in groups], **optimizer_settings(config, device))  # type: ignore[arg-type]
+    """Return AdamW with the configured settings: in one pass where that is asked for and possible.
+
+    torch's own is fused on CUDA, where it also skips bad steps by itself.
+    """
+    plain = [dict(group) for group in groups]
+    if config.pillars.fused_optimizer:
+        reason = not_in_one_pass(config)
+        if reason is None:
+            fuse = require("loongforge_fuse", "loongforge-fuse", "use torch's AdamW (--no-fused-optimizer)")
+            settings = {name: v for name, v in optimizer_settings(config, device).items() if name != "fused"}
+            optimizer = fuse.FusedAdamW(plain, **settings, max_grad_norm=config.clip_norm)  # type: ignore[attr-defined]
+            return cast(Optimizer, optimizer)
+        log.info("torch's AdamW runs in place of the fused one: %s", reason)
+    return AdamW(plain, **optimizer_settings(config, device))  # type: ignore[arg-type]
+
+
+def not_in_one_pass(config: TrainConfig) -> str | None:
+    """Return why clipping and update cannot be one pass in this run, or None."""
+    if config.precision == "fp16":
+        return "precision is fp16, whose loss scaler decides on the host"
+    if config.guards.nonfinite == "off":
+        return "guards.nonfinite is off, and it never applies a gradient that is not finite"
+    if config.strategy != "ddp":
+        return f"strategy {config.strategy} keeps parts of weights or moments on each rank"
+    return None
 
 
 def optimizer_settings(config: TrainConfig, device: torch.device) -> dict[str, object]:

@@ -76,6 +76,14 @@ def train(
         bool | None,
         typer.Option("--fused-ops/--no-fused-ops", help="Fused kernels.", rich_help_panel=PILLARS),
     ] = None,
+    fused_optimizer: Annotated[
+        bool | None,
+        typer.Option(
+            "--fused-optimizer/--no-fused-optimizer",
+            help="AdamW that clips in its own pass.",
+            rich_help_panel=PILLARS,
+        ),
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(help="auto, never, or a checkpoint directory.", rich_help_panel=SAFETY)
     ] = None,
@@ -139,6 +147,7 @@ def train(
             "fuse": fuse,
             "graph": graph,
             "fused_ops": fused_ops,
+            "fused_optimizer": fused_optimizer,
         },
         "checkpoint": {"every": checkpoint_every, "keep_last": keep_last},
     }

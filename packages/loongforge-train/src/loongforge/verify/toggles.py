@@ -11,7 +11,9 @@ from loongforge.config import PillarConfig, TrainConfig
 from loongforge.errors import ConfigError
 
 Kind = Literal["exact", "reordered", "rounded"]
-REFERENCE = PillarConfig(mem="off", comm="off", data="off", fuse="off", graph=False, fused_ops=False)
+REFERENCE = PillarConfig(
+    mem="off", comm="off", data="off", fuse="off", graph=False, fused_ops=False, fused_optimizer=False
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ TOGGLES = {
     "fuse": Toggle(name="fuse", kind="reordered", change=_pillars(fuse="auto")),
     "graph": Toggle(name="graph", kind="reordered", change=_pillars(graph=True)),
     "comm": Toggle(name="comm", kind="reordered", change=_pillars(comm="hybrid")),
+    "optimizer": Toggle(name="optimizer", kind="reordered", change=_pillars(fused_optimizer=True)),
     "ops": Toggle(name="ops", kind="reordered", change=_pillars(fused_ops=True)),
     "precision": Toggle(name="precision", kind="rounded", change=_bf16),
 }
