@@ -58,7 +58,8 @@ def spoil(session, step):
 
 
 for settings in plan["runs"]:
-    pillars = PillarConfig(comm="off", data=settings.pop("data", "off"))
+    fuse, graph = settings.pop("fuse", "off"), settings.pop("graph", False)
+    pillars = PillarConfig(comm="off", data=settings.pop("data", "off"), fuse=fuse, graph=graph)
     every = settings.pop("every", 0)
     layout = settings.pop("layout", "sharded" if settings["strategy"] in {"fsdp2", "hsdp"} else "whole")
     checkpoint = CheckpointConfig(every=every, layout=layout, keep_last=9, timeout_s=20, failures_allowed=9)
@@ -102,6 +103,21 @@ def newest(run: Path) -> Path:
 
 def curve(run: Path) -> list[object]:
     return [record["loss"] for record in read_metrics(run, rank=0)]
+
+
+def test_sharded_ranks_fuse_their_micro_batches_and_leave_graphs_aside(
+    tmp_path: Path, run_ranks: Start
+) -> None:
+    plain, fused = tmp_path / "plain", tmp_path / "fused"
+    done = go(
+        run_ranks,
+        setting(plain, "fsdp2", 5),
+        setting(fused, "fsdp2", 5, fuse="auto", graph=True),
+    )
+    fine(done)
+    assert "strategy fsdp2 gathers weights anew" in done[0].stderr
+    assert curve(fused) == pytest.approx(curve(plain), rel=1e-5)
+    assert all(record["fused"] for record in read_metrics(fused, rank=0))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])

@@ -19,6 +19,8 @@ from loongforge.errors import ConfigError
 _T = TypeVar("_T")
 Precision = Literal["fp32", "bf16", "fp16"]
 Strategy = Literal["ddp", "zero1", "fsdp2", "hsdp"]
+SHARDED = frozenset({"fsdp2", "hsdp"})
+"""Strategies that split weights over ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +209,7 @@ class TrainConfig:
             keep = self.checkpoint.keep_last
             message = f"checkpoint.keep_last is {keep}: allowed is 1 or more, the newest always stays"
             raise ConfigError(message)
-        if self.checkpoint.layout == "sharded" and self.strategy not in {"fsdp2", "hsdp"}:
+        if self.checkpoint.layout == "sharded" and self.strategy not in SHARDED:
             message = (
                 f"checkpoint.layout is sharded with strategy {self.strategy}, which keeps whole weights on "
                 "every rank: allowed is whole, or sharded with strategy fsdp2 or hsdp"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from loongforge.batches import Backward
-from loongforge.config import TrainConfig
+from loongforge.config import SHARDED, TrainConfig
 from loongforge.engine import AUTOCAST
 from loongforge.errors import ConfigError, require
 from loongforge.filling import WindowFiller, cut
@@ -77,9 +77,15 @@ def build_runner(
         counts: The model knows its valid elements before the forward; otherwise every micro-batch's mean
             weighs the same, as without fusion.
     """
-    if config.pillars.fuse == "off" and not config.pillars.graph:
+    graph = config.pillars.graph
+    if graph and ranks.world_size > 1 and config.strategy in SHARDED:
+        log.info(
+            "graph: strategy %s gathers weights anew for every layer; passes run eagerly", config.strategy
+        )
+        graph = False
+    if config.pillars.fuse == "off" and not graph:
         return EagerWindow(module)
-    if config.pillars.graph and ranks.world_size > 1 and config.pillars.comm == "off":
+    if graph and ranks.world_size > 1 and config.pillars.comm == "off":
         msg = (
             "graph is on and comm is off: stock DDP cannot follow a replay; use --comm hybrid, or --no-graph"
         )
@@ -94,7 +100,7 @@ def build_runner(
         normalize="elements" if counts else "mean_of_means",
     )
     executor = None
-    if config.pillars.graph:
+    if graph:
         graphs = fuse.GraphConfig(  # type: ignore[attr-defined]
             hooks="refuse" if foreign_hooks else "allow",
             gradients="accumulate" if keeps_gradients(config, ranks) else "overwrite",
@@ -109,11 +115,11 @@ def build_runner(
     fuser = fuse.MicroBatchFuser(  # type: ignore[attr-defined]
         module, settings, executor=executor, agree=agree if ranks.world_size > 1 else None
     )
-    fill = config.pillars.graph and config.pillars.fill_windows
+    fill = graph and config.pillars.fill_windows
     filler = (
         WindowFiller(module, batch_size=config.batch_size, accumulation=config.accumulation) if fill else None
     )
-    return FusedWindow(fuser, graph=config.pillars.graph, filler=filler)
+    return FusedWindow(fuser, graph=graph, filler=filler)
 
 
 def keeps_gradients(config: TrainConfig, ranks: Ranks) -> bool:
@@ -140,7 +146,7 @@ def plan_ahead(config: TrainConfig, model: nn.Module, ranks: Ranks) -> AheadPlan
         reason = "batches are not copied ahead (pillars.data, pillars.device_prefetch)"
     elif ranks.device.type != "cuda":
         reason = f"the device is {ranks.device.type}"
-    elif config.strategy in {"fsdp2", "hsdp"}:
+    elif config.strategy in SHARDED:
         reason = f"strategy {config.strategy} gathers weights by hooks of the step itself"
     if reason is not None:
         log.debug("the frozen part stays in its step: %s", reason)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from loongforge.batches import add_draws, move
 from loongforge.checkpoint.find import find_newest
 from loongforge.checkpoint.state import MDG_FILE
-from loongforge.config import TrainConfig
+from loongforge.config import SHARDED, TrainConfig
 from loongforge.errors import ConfigError, require
 from loongforge.fusing import plan_ahead
 from loongforge.pillars import build_memory
@@ -84,7 +84,7 @@ def build_validation(
 ) -> Callable[[], float] | None:
     """Return what measures the loss on the recipe's held-out episodes, on rank 0 of unsharded strategies."""
     held_out = getattr(options, "held_out", ())
-    if not config.validate_every or ranks.rank != 0 or config.strategy in {"fsdp2", "hsdp"}:
+    if not config.validate_every or ranks.rank != 0 or config.strategy in SHARDED:
         return None
     if not held_out or config.dataset is None:
         msg = (

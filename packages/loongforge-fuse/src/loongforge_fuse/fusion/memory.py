@@ -33,13 +33,15 @@ def _peak(model: nn.Module, batch: Batch, device: int) -> int:
 
 
 def _saved(model: nn.Module, batch: Batch) -> int:
-    owned = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    owned.update(t.untyped_storage().data_ptr() for t in batch.values() if isinstance(t, Tensor))
+    inputs = [t for t in batch.values() if isinstance(t, Tensor)]
+    owned = {_own(t).untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), *inputs]}
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
+        storage = _own(tensor).untyped_storage()
+        # Weights that were gathered for this layer are parameters too, or views of one.
+        gathered = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)  # noqa: SLF001
+        if storage.data_ptr() not in owned and not gathered:
             kept[storage.data_ptr()] = storage.nbytes()
         # Never the tensor itself: a node that saves its own output through a hook would hold itself for ever.
         return tensor.detach()
@@ -49,6 +51,12 @@ def _saved(model: nn.Module, batch: Batch) -> int:
         total = sum(kept.values())
         del losses
     return total
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, any other tensor as it is."""
+    local = getattr(tensor, "to_local", None)
+    return local() if callable(local) else tensor
 
 
 def elements(batch: Batch) -> int:

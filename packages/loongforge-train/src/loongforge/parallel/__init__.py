@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from loongforge.config import TrainConfig
+from loongforge.config import SHARDED, TrainConfig
 from loongforge.errors import ConfigError
 from loongforge.parallel.protocol import Groups, Parallel
 from loongforge.parallel.replicated import Scheduled, Single, StockDDP, Zero1
@@ -22,7 +22,7 @@ def build_parallel(model: nn.Module, module: nn.Module, ranks: Ranks, config: Tr
     """Return the strategy the configuration asks for; on one rank every strategy is :class:`Single`."""
     if ranks.world_size == 1:
         return Single(model, module, ranks)
-    if config.strategy in {"fsdp2", "hsdp"}:
+    if config.strategy in SHARDED:
         if config.precision == "fp16":
             msg = "precision fp16 with a sharded strategy: allowed are fp32 and bf16 (no sharded scaler)"
             raise ConfigError(msg)
