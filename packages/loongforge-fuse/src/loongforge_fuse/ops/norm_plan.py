@@ -135,13 +135,15 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
     threads, vectors, each = _spread(width)
     if columns and width in _STAGED:
         return _staged(_STAGED[width][0])
+    # Two warps a row take two rows a block: half the partial sums, and no register too many.
+    rows = 2 if columns and threads == 64 else 1
     # Registers hold the column sums: without this the compiler takes one block less.
     return RowPlan(
         threads=threads,
         vectors=vectors,
-        block=threads,
+        block=rows * threads,
         each=each,
-        min_blocks=512 // threads if columns and threads <= 256 else 0,
+        min_blocks=512 // (rows * threads) if columns and threads <= 256 else 0,
     )
 
 
