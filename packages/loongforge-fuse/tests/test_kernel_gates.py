@@ -233,6 +233,16 @@ def test_arguments_are_packed_at_their_natural_alignment():
     assert struct.unpack_from("qQf", buffer, 80) == (12, 13, 2.5)
 
 
+def test_a_launch_that_may_start_early_says_so_in_one_attribute():
+    # CUlaunchAttribute: the id (6: programmatic stream serialisation), padding, a value of 64 bytes.
+    assert len(driver._FOLLOWS) == 72
+    assert struct.unpack_from("I4xI", driver._FOLLOWS) == (6, 1)
+    layout, _, size = driver._layout("P")
+    buffer = bytearray(size)
+    layout.pack_into(buffer, 0, 1, 2, 1, 256, 1, 1, 0, 77, 4096, 1, 10)
+    assert struct.unpack_from("QI", buffer, 40) == (4096, 1)
+
+
 def test_the_hash_of_a_kernel_covers_every_module_it_imports():
     modules = {spec.module: source_modules(spec.module) for spec in SAMPLE}
     assert modules["rope"] == ("common", "intrinsics", "lowering", "rope")
