@@ -102,6 +102,7 @@ class Bench:
     _wide: list[Tensor] = field(default_factory=list)
     _half: list[Tensor] = field(default_factory=list)
     _now_half: bool = False
+    _first: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.large = groot.joined(self.window)
@@ -112,6 +113,19 @@ class Bench:
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that train."""
         return [p for p in self.model.parameters() if p.requires_grad]
+
+    def start_again(self) -> None:
+        """Give the weights the values they were built with.
+
+        Thousands of steps on the same samples would end in weights, and with them in numbers that a
+        multiplier spends less power on, that no training sees.
+        """
+        values = self._wide or [p.data for p in self.trainable()]
+        if not self._first:
+            self._first = [value.clone() for value in values]
+        torch._foreach_copy_(values, self._first)
+        if self._half:
+            torch._foreach_copy_(self._half, self._first)
 
     def shell(self) -> nn.Module:
         """Return the model with the same parameters in new modules."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import signal
 import statistics
 import time
@@ -37,6 +38,7 @@ class Turn:
         steps: Timed steps in a turn.
         ms: Milliseconds per step, one value per round; None where the round failed.
         host_ms: Milliseconds per step until the last one was handed to the device, one value per round.
+        losses: Loss of the last step of every round.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Turn:
     steps: int = 1
     ms: list[float | None] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
     def fill_row(self) -> None:
         """Put what was measured so far into the row."""
@@ -53,6 +56,9 @@ class Turn:
             self.row["steps"] = self.steps
             self.row["ms"] = _common.spread(known)
             self.row["host_ms"] = round(statistics.median(self.host_ms), 2)
+            self.row["turns_ms"] = [round(v, 2) for v in known]
+            self.row["turns_host_ms"] = [round(v, 2) for v in self.host_ms]
+            self.row["turns_loss"] = [round(v, 4) for v in self.losses]
 
 
 class Deadline:
@@ -126,7 +132,7 @@ def prepare(
             for _ in range(WARM_STEPS):
                 loss = column.step()
             row["loss"] = round(float(loss), 4)
-            taken_s = timed(column, TIMED_STEPS, cuda=cuda)[0] / TIMED_STEPS
+            taken_s = timed(column, TIMED_STEPS, cuda=cuda).whole_s / TIMED_STEPS
             steps = max(least_steps, round(turn_s / taken_s))
     except Exception as error:
         row["error"] = problem(error)
@@ -148,29 +154,43 @@ def clean(bench: Bench) -> None:
     gc.collect()
 
 
-def timed(column: Column, steps: int, *, cuda: bool) -> tuple[float, float]:
-    """Return the seconds that some steps take, and those until the host has handed over the last one."""
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What some steps took, and the loss of the last one."""
+
+    whole_s: float
+    host_s: float
+    loss: float
+
+
+def timed(column: Column, steps: int, *, cuda: bool) -> Timed:
+    """Time some steps: all of them, and until the host has handed over the last one."""
     wait(cuda)
     started = time.perf_counter()
     for _ in range(steps):
-        column.step()
+        loss = column.step()
     handed = time.perf_counter()
     wait(cuda)
-    return time.perf_counter() - started, handed - started
+    return Timed(whole_s=time.perf_counter() - started, host_s=handed - started, loss=float(loss))
 
 
 def take_turns(turns: Sequence[Turn], bench: Bench) -> None:
     """Run one round: each column takes a few steps, one column after the other."""
     cuda = bench.device == "cuda"
+    bench.start_again()
     for turn in turns:
         if turn.column is None:
             continue
         bench.store(half=turn.column.half)
         try:
             turn.column.step()
-            whole, host = timed(turn.column, turn.steps, cuda=cuda)
-            turn.ms.append(whole / turn.steps * 1e3)
-            turn.host_ms.append(host / turn.steps * 1e3)
+            took = timed(turn.column, turn.steps, cuda=cuda)
+            if not math.isfinite(took.loss):
+                message = f"the loss is {took.loss}: what such steps take is no time of a training"
+                raise ArithmeticError(message)
+            turn.ms.append(took.whole_s / turn.steps * 1e3)
+            turn.host_ms.append(took.host_s / turn.steps * 1e3)
+            turn.losses.append(took.loss)
         except Exception as error:
             turn.row["error"] = problem(error)
             turn.column = None

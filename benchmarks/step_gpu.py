@@ -18,6 +18,7 @@ clipping, in one process on one GPU. Columns:
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
+Every round begins with the weights the model was built with; a column whose loss is not finite fails.
 All columns are prepared first (compiled, captured), the whole model's compile last: it takes four to five
 minutes and may run out of time. Then they take turns of one second each (three steps at least), round after
 round, and a ratio is taken within each round: the host's speed drifts by a third within minutes, and with it
@@ -207,7 +208,8 @@ def main() -> None:
         except Exception as error:
             report.notes.append(f"mixed failed: {problem(error)}")
     outcome = report.result()
-    short = [{k: v for k, v in row.items() if k not in {"top", "error"}} for row in outcome["rows"]]
+    hidden = {"top", "error", "turns_ms", "turns_host_ms", "turns_loss", "gaps"}
+    short = [{k: v for k, v in row.items() if k not in hidden} for row in outcome["rows"]]
     _common.finish({**outcome, "rows": short}, None)
     report.write()
 
