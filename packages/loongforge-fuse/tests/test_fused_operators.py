@@ -45,6 +45,7 @@ def test_every_operator_passes_opcheck(key):
     opcheck(LIBRARY.norm, (x, None, g[:3], None, False, True, 2, 1e-5, DOUBLE))
     opcheck(LIBRARY.norm, (x, None, None, None, True, False, 6, 1e-5, torch.float32))
     opcheck(LIBRARY.bias_grad, (double(5, 6).detach(),))
+    opcheck(LIBRARY.bias_grad, (torch.randn(5, 8).to(torch.bfloat16), torch.float32))
     opcheck(LIBRARY.head_norm_rope, (heads, w, angles.cos(), angles.sin(), 1e-6))
     opcheck(LIBRARY.image_to_half, (image, half, half, torch.bfloat16))
     opcheck(

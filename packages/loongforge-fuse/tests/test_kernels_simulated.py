@@ -8,7 +8,7 @@ import pytest
 import torch
 from loongforge_fuse import FusedAdamW, ops
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
-from loongforge_fuse.ops import adamw_tables, norm_launch, norm_plan, reference, variants
+from loongforge_fuse.ops import adamw_tables, norm_launch, norm_plan, products, reference, variants
 from loongforge_fuse.ops.columns import add_partials
 from loongforge_fuse.ops.elementwise import GELU_DROPOUT_WAYS
 from torch import Tensor
@@ -324,6 +324,7 @@ def test_linear_sums_its_bias_gradient(launched, rows, width):
     ops.linear(x, w, b).backward(seed)
     close(b.grad, seed.double().sum(0).to(BF16))
     assert makers(launched) == {"bias_sums"}
+    close(products.sum_rows(seed, torch.float32), seed.double().sum(0).float())
 
 
 @pytest.mark.parametrize(("width", "heads"), [(16, 1), (16, 4), (64, 3), (128, 4), (256, 2)])

@@ -1,5 +1,7 @@
 """Weight gradients beside the backward pass: the same values, at the end of the pass, where that is safe."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from loongforge_fuse import GraphRunner, ops
@@ -16,9 +18,15 @@ class Tower(nn.Module):
         self.layers[0].bias.requires_grad_(False)
 
     def forward(self, batch):
+        return self.run(batch, ops.linear)
+
+    def reference(self, batch):
+        return self.run(batch, torch.nn.functional.linear)
+
+    def run(self, batch, linear):
         x = batch["x"]
         for layer in [*self.layers, self.layers[-1]]:
-            x = x + torch.tanh(ops.linear(x, layer.weight, layer.bias))
+            x = x + torch.tanh(linear(x, layer.weight, layer.bias))
         sums = (x - batch["y"]).square().flatten(1).sum(1)
         counts = torch.full_like(sums, x[0].numel())
         return {"loss": sums.sum() / counts.sum(), "loss_sum": sums, "loss_count": counts}
@@ -60,6 +68,27 @@ def test_replays_with_late_weight_gradients_equal_those_without(place, gradients
                 torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
             else:
                 assert p.grad is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_under_autocast_gradients_of_float32_weights_are_at_least_as_exact_as_torchs(place, late):
+    ours, theirs = towers(place, width=64)
+    exact = towers(place, width=64)[1].double()
+    batch = batch_of(place, 0, rows=40, width=64)
+    with torch.autocast(place.device, dtype=torch.bfloat16):
+        out = ours(batch)
+        plain = theirs.reference(batch)
+        assert torch.equal(out["loss"], plain["loss"])
+    collecting = WeightGradients(torch.device(place.device)).collecting(ours) if late else nullcontext()
+    with collecting:
+        out["loss"].backward()
+    plain["loss"].backward()
+    exact.reference({name: value.double() for name, value in batch.items()})["loss"].backward()
+    for (name, p), q, e in zip(ours.named_parameters(), theirs.parameters(), exact.parameters(), strict=True):
+        if p.requires_grad:
+            assert p.grad.dtype == torch.float32
+            gap, allowed = ((g.grad.double() - e.grad).norm() / e.grad.norm() for g in (p, q))
+            assert gap <= 1.1 * allowed + 1e-6, name
 
 
 def test_passes_of_a_window_add_up(place):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from loongforge_fuse.ops.beside import collector
-from loongforge_fuse.ops.products import sum_rows
+from loongforge_fuse.ops.products import sum_rows, weight_gradient
 from loongforge_fuse.protocol import restore_forward
 
 SIBLINGS = (
@@ -274,9 +274,9 @@ def _to_leaves(grad: Tensor, rows: Tensor, leaves: Sequence[Tensor], needed: Seq
         span = slice(at, at + leaf.shape[0])
         at = span.stop
         if wanted and leaf.dim() == 2:
-            made.append((grad[:, span].t() @ rows.to(grad.dtype)).to(leaf.dtype))
+            made.append(weight_gradient(grad[:, span], rows.to(grad.dtype), leaf.dtype))
         elif wanted:
-            total = sum_rows(grad) if total is None else total
+            total = sum_rows(grad, leaf.dtype) if total is None else total
             # A tensor of its own: what adds to or keeps a gradient must not meet its neighbours.
-            made.append(total[span].to(leaf.dtype, copy=True))
+            made.append(total[span].clone())
     return made

@@ -159,6 +159,8 @@ def optimizer_kernels() -> Iterator[KernelSpec]:
 
     for code in FLOATS:
         yield bias_spec(code, code)
+    for half in HALVES:
+        yield bias_spec(half, "f32")
     yield tick_spec()
     yield prepare_spec()
     for g in FLOATS:

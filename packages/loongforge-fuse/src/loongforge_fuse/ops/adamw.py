@@ -155,8 +155,10 @@ class FusedAdamW(torch.optim.Optimizer):
         decays = tuple(float(g["weight_decay"]) for g in self.param_groups)
         on_device = self._hyperparameters(device)
         if repr(self._sent) != repr((rates, decays)):
-            on_device[0].copy_(torch.tensor(rates))
-            on_device[1].copy_(torch.tensor(decays))
+            # A few bytes of ordinary memory: the driver has them before it returns, and waits for nothing. A
+            # schedule changes them every step, and a blocking copy would wait for the whole step before.
+            on_device[0].copy_(torch.tensor(rates), non_blocking=True)
+            on_device[1].copy_(torch.tensor(decays), non_blocking=True)
             self._sent = (rates, decays)
         for i, group in enumerate(self.param_groups):
             if isinstance(group["lr"], Tensor):

@@ -79,16 +79,19 @@ def gelu_tanh_mlp(module: Module, x: Tensor) -> Tensor:
     return module.fc2(rows.view(*x.shape[:-1], -1))
 
 
-def _plain(module: Module, x: Tensor) -> bool:
-    """Whether calling a linear layer is one product with a bias, all of the input's type."""
+def _bare(module: Module) -> bool:
+    """Whether calling a linear layer is one product with a bias and nothing else."""
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
         and module.bias is not None
-        and module.weight.dtype == module.bias.dtype == x.dtype
-        and not torch.is_autocast_enabled(x.device.type)
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)  # noqa: SLF001
     )
+
+
+def _plain(module: Module, x: Tensor) -> bool:
+    """Whether that product has one type, the input's."""
+    return _bare(module) and module.weight.dtype == module.bias.dtype == x.dtype == _linear_input(x)
 
 
 def _float8(module: Module) -> bool:
@@ -188,7 +191,7 @@ def dit_block(
 
 def _linear(module: Module, x: Tensor) -> Tensor:
     """Call a linear layer; a trainable bias gets its gradient from our kernel where that is safe."""
-    if torch.is_grad_enabled() and _plain(module, x) and module.bias.requires_grad:
+    if torch.is_grad_enabled() and _bare(module) and module.bias.requires_grad:
         return ops.linear(x, module.weight, module.bias)
     return module(x)
 
