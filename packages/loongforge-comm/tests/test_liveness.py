@@ -3,12 +3,15 @@
 import logging
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from loongforge_comm import GradientScheduler, LinkModel, RankFailureError, SchedulerConfig
+from loongforge_comm import channels as channels_module
+from loongforge_comm.channels import Channels
 from loongforge_comm.testing import run_ranks, seeded_batch, tanh_mlp
 
 LINK = LinkModel.from_alpha_beta(0.01, 1.0, world_size=3)
@@ -131,3 +134,23 @@ def test_a_store_that_does_not_answer_names_nobody() -> None:
     live._answered = time.monotonic()
     assert live.silent() == (1,)
     assert "rank 1 (silent for 5." in live.describe(1)
+
+
+def test_a_group_that_ends_slowly_does_not_keep_the_others_waiting(monkeypatch):
+    # Ending NCCL communicators takes long where a peer is stopped; the device may wait in another group.
+    channels = object.__new__(Channels)
+    channels.ring, channels.peers, channels._named = "ring", "peers", {"tree": "tree"}
+    stuck, ended = threading.Event(), []
+
+    def end(group):
+        if group == "ring":
+            stuck.wait(30.0)
+        ended.append(group)
+
+    monkeypatch.setattr(channels_module, "abort_group", end)
+    monkeypatch.setattr(channels_module.dist, "get_backend_config", lambda group: "cuda:nccl")
+    channels.abort_device_groups(limit_s=0.5)
+    try:
+        assert sorted(ended) == ["peers", "tree"]
+    finally:
+        stuck.set()
