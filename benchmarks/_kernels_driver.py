@@ -58,7 +58,7 @@ def norms() -> None:
             with variants.forced(job, way):
                 norm_launch.run_norm(x, g if flag else None, w, offset, layer, False, 1e-6, torch.bfloat16)
         job = norm_launch.backward_job(width, layer=layer, columns=bool(flag), large=False)
-        for way in norm_plan.backward_ways(width, columns=bool(flag)):
+        for way in norm_plan.backward_ways(width, columns=bool(flag), large=False, layer=layer):
             with variants.forced(job, way):
                 norm_launch.run_norm_backward(
                     g, None, x, w, mean, rstd, layer, False, rows, bool(flag), bool(flag) and layer, 1

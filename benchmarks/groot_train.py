@@ -213,6 +213,7 @@ VARIANTS: dict[str, tuple[int, dict[str, object]]] = {
     "data, graph, fused ops": (1, {**OFF, "data": "on", "graph": True, "fused_ops": True}),
     "windows not filled": (4, {**ALL, "fill_windows": False}),
     "frozen part in its step": (4, {**ALL, "frozen_ahead": False}),
+    "weight gradients in their place": (4, {**ALL, "late_weight_gradients": False}),
     "torch's AdamW": (4, {**ALL, "fused_optimizer": False}),
     "all pillars": (4, {**ALL}),
 }

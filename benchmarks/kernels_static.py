@@ -113,7 +113,7 @@ def norm_cases() -> Iterator[Case]:
                 name=name + " residual" * flag, spec=spec, elements=plan.vectors * plan.each,
                 bytes_each=8 if flag else 4,
             )  # fmt: skip
-            plan = next(iter(backward_ways(width, columns=flag).values()))
+            plan = next(iter(backward_ways(width, columns=flag, layer=layer).values()))
             spec = backward_spec(
                 plan, width, layer=layer, **same, gain=gain, columns=flag, offset=layer, carry=False
             )

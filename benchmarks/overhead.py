@@ -326,6 +326,7 @@ def main() -> None:
     """Measure both overheads; a part that fails leaves its error in the notes."""
     options = parser(__doc__)
     options.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--parts", default="records,clients", help="what to measure, comma-separated")
     arguments = options.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker)
@@ -336,13 +337,16 @@ def main() -> None:
     rows: Rows = []
     figures: Figures = {"record_overhead": None, "attach_overhead": None, "device": str(device)}
     notes = [f"cores: {len(os.sched_getaffinity(0))}; the ranks of the second part fill two"]
-    parts = (
-        lambda: measure_records(folder, device, quick=arguments.quick),
-        lambda: measure_clients(folder, quick=arguments.quick),
-    )
-    for part in parts:
+    parts = {
+        "records": lambda: measure_records(folder, device, quick=arguments.quick),
+        "clients": lambda: measure_clients(folder, quick=arguments.quick),
+    }
+    wanted = arguments.parts.split(",")
+    if unknown := set(wanted) - set(parts):
+        options.error(f"--parts has {', '.join(sorted(unknown))}; allowed: {', '.join(parts)}")
+    for name in wanted:
         try:
-            more, found = part()
+            more, found = parts[name]()
         except (RuntimeError, OSError, ImportError, ControlError) as error:
             notes.append(f"not measured: {type(error).__name__}: {str(error)[-500:]}")
             continue

@@ -55,6 +55,9 @@ class PillarConfig:
     frozen_ahead: bool = True
     """With graphs: the frozen part of the next window's forward runs beside the present step, on a stream of
     its own. Works with device_prefetch and a model that says which part is frozen."""
+    late_weight_gradients: bool = True
+    """With graphs: fused linear layers compute their weights' gradients on a stream of their own, beside the
+    chain of input gradients."""
     fused_ops: bool = False
     """Replace chosen modules by fused kernels."""
     fused_optimizer: bool = False

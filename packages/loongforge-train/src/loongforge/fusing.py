@@ -105,6 +105,7 @@ def build_runner(
             hooks="refuse" if foreign_hooks else "allow",
             gradients="accumulate" if keeps_gradients(config, ranks) else "overwrite",
             zero_in_graph=not keeps_gradients(config, ranks),
+            weight_gradients="beside" if config.pillars.late_weight_gradients else "in_line",
         )
         executor = fuse.GraphRunner(module, graphs, scaler=scaler)  # type: ignore[attr-defined]
 
