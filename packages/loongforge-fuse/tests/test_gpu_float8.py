@@ -183,26 +183,55 @@ class VisionAttention(nn.Module):
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, p, d))
 
 
-PARTS = {VisionMLP: (1152, 2), LanguageMLP: (2048, 2), VisionAttention: (1152, 2)}
+# Width, launches that quantise, and roundings to float8 on the way of a number: inputs and weights of each
+# layer, of both branches where two products meet.
+PARTS = {VisionMLP: (1152, 2, 4), LanguageMLP: (2048, 2, 6), VisionAttention: (1152, 2, 4)}
+
+
+class SameNumbers(nn.Module):
+    """A float8 layer in float64: its codes and scales, exact products, results rounded to bf16."""
+
+    def __init__(self, layer: Float8FrozenLinear) -> None:
+        super().__init__()
+        self.bias, self.wide = layer.bias, layer.weight_float8.double() * layer.weight_scale.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, scale = reference.quantise_rows(x.to(BF16), None, "none")
+        product = (rows.double() * scale.double()) @ self.wide.t()
+        product = product if self.bias is None else product + self.bias.double()
+        return product.view(*x.shape[:-1], -1).to(BF16).double()
+
+
+def gap(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("first", ["fused", "float8"])
 @pytest.mark.parametrize("kind", PARTS)
 def test_fused_blocks_in_float8_are_exact_to_its_rounding_and_launch_once_an_input(kind, first):
-    width, launches = PARTS[kind]
+    width, launches, roundings = PARTS[kind]
     model = kind().to("cuda", BF16).requires_grad_(False)
-    exact = copy.deepcopy(model).double()
+    exact, same_numbers = copy.deepcopy(model).double(), copy.deepcopy(model)
+    for name, linear in list(same_numbers.named_children()):
+        setattr(same_numbers, name, SameNumbers(Float8FrozenLinear(linear)))
     steps = [lambda: apply_fused_ops(model), lambda: apply_precision(model, PrecisionPolicy.float8_frozen())]
     for step in steps if first == "fused" else reversed(steps):
         step()
     assert all(isinstance(child, Float8FrozenLinear) for child in model.children())
     x = randn(4, 81, width)
     ops.reset_op_counters()
-    got, want = model(x), exact(x.double())
+    got, want, equal = model(x), exact(x.double()), same_numbers(x.double())
     assert used("quantise_rows") == launches
     assert used("gelu_forward") == used("silu_mul_forward") == 0
     assert got.dtype == BF16
-    assert float((got.double() - want).norm() / want.norm()) < 6e-2
+    # A number with three fraction bits is off by half a step of at most 1/8 of it, evenly distributed, and
+    # roundings add in squares. That error float8 has with exact products too.
+    own = gap(equal, want)
+    assert 0.0 < own < roundings**0.5 / 8 / 12**0.5
+    # Sums in another order and roundings to bf16 move a few codes to their neighbours; in squares a third
+    # of the error is a twentieth of it.
+    assert gap(got, equal) < own / 3
+    assert gap(got, want) < 1.06 * own
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = model(x)
@@ -213,9 +242,10 @@ def test_fused_blocks_in_float8_are_exact_to_its_rounding_and_launch_once_an_inp
 
 
 def test_a_layer_equals_its_reference_and_moves_between_devices():
-    linear = nn.Linear(2048, 1152).to(BF16).requires_grad_(False)
+    # Float32 rows of this width have a kernel that is built ahead of time.
+    linear = nn.Linear(512, 1152).to(BF16).requires_grad_(False)
     float8 = Float8FrozenLinear(linear)
-    x = torch.randn(3, 50, 2048).to(BF16)
+    x = torch.randn(3, 50, 512).to(BF16)
     want = float8(x)
     code = float8.weight_float8.view(torch.uint8).clone()
     float8.cuda()

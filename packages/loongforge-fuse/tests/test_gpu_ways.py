@@ -80,7 +80,9 @@ def backwards() -> list[tuple[int, bool, bool, str]]:
     return [
         (width, layer, columns, way)
         for (width, layer), columns in itertools.product(KINDS, (False, True))
-        for way in norm_plan.backward_ways(width, columns=columns, modulate=(width, layer) in MODULATED)
+        for way in norm_plan.backward_ways(
+            width, columns=columns, modulate=(width, layer) in MODULATED, large=False, layer=layer
+        )
     ]
 
 
@@ -107,6 +109,55 @@ def test_every_backward_plan_equals_float64(width, layer, columns, way):
             # Sums of `rows` products in float32.
             assert float((sums.double() - totals.view_as(sums)).abs().max()) < 2e-5 * rows**0.5 * 8
             assert torch.equal(sums, again[1])
+
+
+@pytest.mark.parametrize(("width", "groups"), [(1152, 1), (1536, 1), (1536, 16), (2048, 1), (2048, 16)])
+def test_sums_that_are_added_early_are_those_that_wait(width, groups):
+    rows = norm_launch.LARGE // width // groups + 1
+    form = {"columns": True, "modulate": groups > 1, "large": True, "layer": True}
+    early, waits = list(norm_plan.backward_ways(width, **form))[:2]
+    assert "early" in early
+    assert "early" not in waits
+    count = rows * groups
+    x, gain = randn(count, width), randn(groups, width)
+    mean, rstd = randn(count, dtype=torch.float32) / 8, torch.rand(count, device="cuda") + 0.5
+    inputs, found = [randn(count, width) for _ in range(4)], []
+    job = norm_launch.backward_job(width, **form)
+    call = (None, x, gain, mean, rstd, True, groups > 1, rows, True, True, groups)
+    for way in (early, waits):
+        with variants.forced(job, way):
+            found += [norm_launch.run_norm_backward(g, *call, torch.float32) for g in inputs]
+    for one, other in zip(found[:4], found[4:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_sums_that_are_added_early_are_those_of_this_replay(groups):
+    # Captured with what follows, and replayed on new inputs without a pause.
+    g, x, gain = randn(4096, 2048), randn(4096, 2048), randn(groups, 2048)
+    mean, rstd = randn(4096, dtype=torch.float32) / 8, torch.rand(4096, device="cuda") + 0.5
+    form = (True, groups > 1, 4096 // groups, True, True, groups)
+
+    def work() -> tuple[Tensor, Tensor]:
+        dx, sums = norm_launch.run_norm_backward(g, None, x, gain, mean, rstd, *form, torch.float32)
+        return dx.float().sum(0), sums * 2.0
+
+    plan = next(iter(norm_plan.backward_ways(2048, columns=True, modulate=groups > 1, large=False).values()))
+    assert plan.early
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = work()
+    inputs = [randn(4096, 2048) for _ in range(8)]
+    seen = []
+    for each in inputs:
+        g.copy_(each)
+        graph.replay()
+        seen.append([t.clone() for t in got])
+    for each, found in zip(inputs, seen, strict=True):
+        g.copy_(each)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, work(), strict=True))
 
 
 @pytest.mark.parametrize("way", rope.BACKWARD_WAYS)

@@ -143,7 +143,8 @@ def test_image_and_patch_calls_fit_their_kernels(seen):
     patch_launch.rows_backward_cuda(
         torch.randn(8, 592).to(BF16), planar, None, 14, False, True, 4704, BF16, False
     )
-    assert makers(seen) == {"image_planes", "image_table", "patch_words", "patch_tiles_backward"}
+    wanted = {"image_planes", "image_table", "patch_words", "clear_down", "patch_tiles_backward"}
+    assert makers(seen) == wanted
 
 
 def test_linear_sums_its_bias_gradient_by_one_launch(seen):

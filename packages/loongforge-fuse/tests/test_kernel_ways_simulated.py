@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from loongforge_fuse import ops
+from loongforge_fuse.kernels import launcher
+from loongforge_fuse.kernels.catalog import catalog
 from loongforge_fuse.kernels.simulator.operators import simulated_gpu
 from loongforge_fuse.ops import norm_launch, norm_plan, patch_launch, patch_plan, reference, rope, variants
 from torch import Tensor
@@ -33,7 +37,8 @@ def backward_cases() -> list:
     """Ways whose rows wait for themselves alone, or whose groups begin elsewhere."""
     found, seen = [], set()
     for width in (1152, 1536, 2048):
-        for name, plan in norm_plan.backward_ways(width, columns=True, modulate=True).items():
+        ways = norm_plan.backward_ways(width, columns=True, modulate=True, large=False)
+        for name, plan in ways.items():
             kind = (plan.apart, plan.turned, plan.stages > 0)
             if plan.apart or plan.turned:
                 found.append(pytest.param(width, name, marks=() if kind not in seen else pytest.mark.slow))
@@ -58,18 +63,20 @@ def test_rows_of_a_block_that_do_not_wait_for_each_other_add_up(width, way, grou
         dx, sums = norm_launch.run_norm_backward(g, carry, x, gain, mean, rstd, *form, torch.float32)
     assert launched[0].options["apart"] == ("apart" in way)
     assert launched[0].options["turned"] == ("turned" in way)
+    # The kernel that adds the partial sums may start early when, and only when, the one before says so.
+    assert [spec.options.get("early", spec.follows) for spec in launched] == ["early" in way] * 2
     want, totals = reference.norm_backward(*(t.double() for t in (g, carry, x, gain, mean, rstd)), *form)
     close(dx, want, 2**-7)
     close(sums.view(-1, width), totals.view(-1, width), 2e-5)
 
 
 def forward_cases() -> list:
-    """Ways of one warp or less for a row, of copies ahead, and of one dimension for all groups."""
+    """Ways of one warp for a row, and ways that walk the rows and read gain and offset late."""
     found, seen = [], set()
     for width in (1152, 1536, 2048):
         ways = norm_plan.forward_ways(width, residual=False, large=True, layer=True, modulate=True)
         for name, plan in ways.items():
-            kind = (plan.flat, plan.stages > 0, plan.threads <= 32)
+            kind = (plan.ahead and plan.late, plan.threads <= 32)
             if any(kind):
                 found.append(pytest.param(width, name, marks=() if kind not in seen else pytest.mark.slow))
                 seen.add(kind)
@@ -80,9 +87,7 @@ def forward_cases() -> list:
 @pytest.mark.parametrize(("groups", "rows"), [(1, 13), (3, 5)])
 def test_forward_ways_normalise_every_row_of_every_group(width, way, groups, rows):
     modulate = groups > 1
-    if "flat" in way and not modulate:
-        pytest.skip("offered for groups alone")
-    # Few blocks where they walk, so that each takes more rows than are copied ahead.
+    # Few blocks where they walk, so that each takes several rows.
     plan = norm_plan.forward_ways(width, residual=False, large=False, layer=True, modulate=True)[way]
     job = norm_launch.forward_job(width, layer=True, residual=False, large=False, modulate=modulate)
     x = (torch.randn(groups, rows, width) * 2 + 1).to(BF16)
@@ -90,8 +95,8 @@ def test_forward_ways_normalise_every_row_of_every_group(width, way, groups, row
     with simulated_gpu(processors=1, seed=4) as launched, variants.forced(job, way):
         done = norm_launch.run_norm(x, None, gain, offset, True, modulate, 1e-5, BF16)
     assert done is not None
-    assert launched[0].options["stages"] == plan.stages
-    assert launched[0].options["flat"] == plan.flat
+    assert launched[0].options["ahead"] == plan.ahead
+    assert launched[0].options["late"] == plan.late
     y, _, mean, rstd = reference.norm(
         x.view(-1, width).double(),
         None,
@@ -115,11 +120,35 @@ def test_every_way_of_the_rotation_backward_gives_the_same_gradients(way, heads)
     w, cos, sin = torch.randn(128).to(BF16), torch.randn(7, 128).to(BF16), torch.randn(7, 128).to(BF16)
     with simulated_gpu(processors=1, seed=2) as launched, variants.forced(rope.BACKWARD_JOB, way):
         dx, dw = rope._rope_backward_cuda(g, x, w, cos, sin, 1e-6, True)
-    assert launched[0].options["ahead"] == ("ahead" in way)
+    assert [spec.options.get("early", spec.follows) for spec in launched] == ["early" in way] * 2
     assert launched[0].options["heads_each"] == (1 if heads == 3 else int(way[0]))
     want, sums = rope._backward_reference(*(t.double() for t in (g, x, w, cos, sin)), 1e-6, True)
     close(dx, want, 2**-7)
     close(dw, sums, 2e-5)
+
+
+@pytest.mark.parametrize("operator", ["norm", "rotation"])
+def test_where_no_kernel_starts_early_the_same_plan_runs_without(operator):
+    x, g, w = torch.randn(5, 1152).to(BF16), torch.randn(5, 1152).to(BF16), torch.randn(1, 1152).to(BF16)
+    mean, rstd = torch.randn(5) / 8, torch.rand(5) + 0.5
+    heads, table = torch.randn(1, 3, 4, 128).to(BF16), torch.randn(3, 128).to(BF16)
+    with simulated_gpu(processors=1, seed=6) as launched:
+        there_is = launcher.function
+
+        def function(spec, device):
+            if not spec.runs_on("sm_80"):
+                raise launcher.KernelUnavailableError(spec.name)
+            return there_is(spec, device)
+
+        with mock.patch.object(launcher, "function", function):
+            if operator == "norm":
+                norm_launch.run_norm_backward(g, None, x, w, mean, rstd, True, False, 5, True, True, 1)
+            else:
+                rope._rope_backward_cuda(heads, heads, table[0], table, table, 1e-6, True)
+    assert [spec.maker for spec in launched][1:] == ["column_sums"]
+    assert not launched[0].options["early"]
+    assert not launched[1].follows
+    assert all(spec.name in {s.name for s in catalog()} for spec in launched)
 
 
 @pytest.mark.parametrize("way", patch_plan.CLEAR_WAYS)

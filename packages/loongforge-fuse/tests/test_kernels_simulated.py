@@ -231,7 +231,8 @@ def plans() -> list:
         )
         ways = norm_plan.forward_ways(width, residual=flag, large=False, layer=layer)
         found += [(width, layer, forward, name) for name in ways]
-        found += [(width, layer, backward, name) for name in norm_plan.backward_ways(width, columns=flag)]
+        backs = norm_plan.backward_ways(width, columns=flag, large=False, layer=layer)
+        found += [(width, layer, backward, name) for name in backs]
     # Every fifth always, all of them with the slow tests.
     return [pytest.param(*p, marks=() if i % 5 == 0 else pytest.mark.slow) for i, p in enumerate(found)]
 
@@ -250,7 +251,9 @@ def test_every_plan_that_tuning_may_choose_is_right(width, layer, job, way):
 STAGED = [
     pytest.param(width, name, marks=() if i == 0 else pytest.mark.slow)
     for width in (1152, 1536, 2048)
-    for i, name in enumerate(n for n in norm_plan.backward_ways(width, columns=True) if "stages" in n)
+    for i, name in enumerate(
+        n for n in norm_plan.backward_ways(width, columns=True, large=False) if "stages" in n
+    )
 ]
 
 

@@ -72,7 +72,14 @@ def elementwise_kernels() -> Iterator[KernelSpec]:
 def norm_kernels() -> Iterator[KernelSpec]:
     """Variants of the norms for the widths of the models."""
     from loongforge_fuse.ops.columns import FEW, MANY, MOST, column_spec
-    from loongforge_fuse.ops.norm_plan import backward_plan, backward_spec, forward_plan, forward_spec
+    from loongforge_fuse.ops.norm_plan import (
+        backward_plan,
+        backward_spec,
+        fitted,
+        forward_plan,
+        forward_spec,
+        without_early,
+    )
 
     for code, lines, follows in product(FLOATS, (FEW, MANY, MOST), (False, True)):
         yield column_spec(code, lines, follows=follows)
@@ -87,22 +94,16 @@ def norm_kernels() -> Iterator[KernelSpec]:
                 yield forward_spec(
                     plan, width, layer=layer, x=x, r=r, w=w, y=y, gain=gain, offset=offset, residual=residual
                 )
-            for carry, columns in product((False, True), (False, True)):
-                back = backward_plan(width, columns=columns)
+            for columns, large in product((False, True), (False, True)):
+                back = backward_plan(width, columns=columns, large=large, layer=layer)
                 if back is None or (columns and gain == "none"):
                     continue
-                yield backward_spec(
-                    back,
-                    width,
-                    layer=layer,
-                    x=x,
-                    w=w,
-                    y=y,
-                    gain=gain,
-                    columns=columns,
-                    offset=offset,
-                    carry=carry,
-                )
+                back = fitted(back, x=x, w=w, y=y)
+                for plan, carry in product((back, without_early(back)), (False, True)):
+                    yield backward_spec(
+                        plan, width, layer=layer, x=x, w=w, y=y, gain=gain, columns=columns, offset=offset,
+                        carry=carry,
+                    )  # fmt: skip
 
 
 def _norm_types(width: int) -> tuple[tuple[str, str, str, str], ...]:
@@ -128,7 +129,7 @@ def image_kernels() -> Iterator[KernelSpec]:
             yield table_spec(y, channels, vector=True, way=TABLE_WAYS[0])
             yield table_spec(y, channels, vector=False)
     yield from patch_kernels(first_only=True)
-    yield clear_spec(CLEAR_WAYS[-1])
+    yield clear_spec(CLEAR_WAYS[0])
 
 
 def patch_kernels(*, first_only: bool) -> Iterator[KernelSpec]:
@@ -176,14 +177,15 @@ def optimizer_kernels() -> Iterator[KernelSpec]:
 
 def rope_kernels() -> Iterator[KernelSpec]:
     """Variants of the per-head norm with rotation: model, autocast and full precision."""
-    from loongforge_fuse.ops.rope import rope_backward_spec, rope_spec
+    from loongforge_fuse.ops.rope import BACKWARD_WAYS, rope_backward_spec, rope_spec
 
     types = (("bf16", "bf16", "bf16"), ("bf16", "f32", "bf16"), ("f32", "f32", "f32"))
-    for (width, most), (x, w, c) in product(((16, 1), (16, 4), (128, 4)), types):
+    for (width, most), (x, w, c) in product(((16, 1), (16, 4), (128, 1), (128, 4)), types):
         each = min(most, 2) if x == "f32" else most
         yield rope_spec(x, w, c, width, each)
-        for columns in (False, True):
-            yield rope_backward_spec(x, w, c, width, each, columns=columns)
+        yield rope_backward_spec(x, w, c, width, each, columns=False)
+        for way in BACKWARD_WAYS[:2]:  # the default, and for GPUs where no kernel starts early
+            yield rope_backward_spec(x, w, c, width, each, columns=True, way=way)
 
 
 def float8_kernels() -> Iterator[KernelSpec]:
@@ -217,9 +219,9 @@ def tuning_kernels() -> Iterator[KernelSpec]:
     for way, channels in product(TABLE_WAYS[1:], (1, 3, 4)):
         yield table_spec("bf16", channels, vector=True, way=way)
     yield from patch_kernels(first_only=False)
-    for way in CLEAR_WAYS[1:-1]:
+    for way in CLEAR_WAYS[1:-1]:  # the last is torch's
         yield clear_spec(way)
-    for way in BACKWARD_WAYS[1:]:
+    for way in BACKWARD_WAYS[2:]:
         yield rope_backward_spec("bf16", "bf16", "bf16", 128, 4, columns=True, way=way)
     for width, flag, large in product(TUNED_WIDTHS, (False, True), (False, True)):
         for layer, gain, offset in NORMS[width]:
@@ -231,9 +233,8 @@ def tuning_kernels() -> Iterator[KernelSpec]:
                 )
             if flag and gain == "none":
                 continue
-            for plan, carry in product(
-                backward_ways(width, columns=flag, modulate=modulate).values(), (False, True)
-            ):
+            backs = backward_ways(width, columns=flag, modulate=modulate, large=large, layer=layer)
+            for plan, carry in product(backs.values(), (False, True)):
                 yield backward_spec(
                     plan, width, layer=layer, **same, gain=gain, columns=flag, offset=offset, carry=carry
                 )

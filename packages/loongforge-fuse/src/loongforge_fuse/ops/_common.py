@@ -94,6 +94,11 @@ def resolve(
     return found
 
 
+def capturing() -> bool:
+    """Tell whether torch's current stream is being captured into a graph."""
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
 @cache
 def processors(device: int) -> int:
     """Return the number of multiprocessors."""

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function
 from loongforge_fuse.ops import reference
-from loongforge_fuse.ops._common import CODES, fell_back, load_first, processors
+from loongforge_fuse.ops._common import CODES, capturing, fell_back, load_first, processors
 from loongforge_fuse.ops.columns import add_partials
 from loongforge_fuse.ops.norm_plan import (
     RowPlan,
     backward_spec,
     backward_ways,
+    fitted,
     forward_spec,
     forward_ways,
+    without_early,
 )
 from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
@@ -180,9 +182,7 @@ def run_norm(
         call, plan = found
         group_rows = rows // groups
         blocks = -(-group_rows // (plan.block // plan.threads))
-        if plan.flat:
-            blocks, groups = rows, 1
-        elif plan.ahead:
+        if plan.ahead:
             blocks = min(blocks, -(-plan.waves * processors(key[0]) // groups))
         outputs = (y.data_ptr(), total_at, mean.data_ptr(), rstd.data_ptr())
         sizes = (group_rows, width, gain_step, offset_step, eps)
@@ -193,7 +193,10 @@ def run_norm(
 def _backward_call(key: tuple, groups: int) -> Loaded | None:
     device, width, x, y, g, layer, modulate, columns, offset, carry, large = key
     job = backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate)
-    plans = _plans(job, backward_ways(width, columns=columns, modulate=modulate))
+    ways = backward_ways(width, columns=columns, modulate=modulate, large=large, layer=layer)
+    codes = {"x": CODES.get(x, ""), "w": CODES.get(g or x, ""), "y": CODES.get(y, "")}
+    plans = [fitted(plan, **codes) for plan in _plans(job, ways)]
+    plans += [without_early(plan) for plan in plans[-1:] if plan.early]
     reason = _unfit(width, plans, groups, x, y, g)
     if reason:
         fell_back("norm_backward", reason)
@@ -203,9 +206,7 @@ def _backward_call(key: tuple, groups: int) -> Loaded | None:
             plan,
             width,
             layer=layer,
-            x=CODES[x],
-            w=CODES[g or x],
-            y=CODES[y],
+            **codes,
             gain=_form(g, modulate),
             columns=columns,
             offset=offset,
@@ -286,7 +287,10 @@ def run_norm_backward(
     call.run(blocks, groups, (*inputs, dx.data_ptr(), part_at, second_at, group_rows, width, _step(gain)))
     if part is None:
         return dx, None
-    sums = add_partials(part, sum_dtype or g or torch.float32, "norm_backward", follows=plan.early)
+    # A launch that may start early takes the host longer. That pays where the device is waited for, or where
+    # a graph is replayed.
+    follows = plan.early and (count >= LARGE or capturing())
+    sums = add_partials(part, sum_dtype or g or torch.float32, "norm_backward", follows=follows)
     return dx, sums.view(groups, -1, width)
 
 

@@ -23,11 +23,10 @@ class RowPlan:
         waves: blocks on each multiprocessor where a fixed grid walks the rows without column sums.
         rows_each: backward with column sums: rows that a block has at least, since its partial sums cost as
             much as a row.
-        stages: of bf16: rows ahead that are copied to shared memory; 0: one, held in registers.
+        stages: backward, of bf16: rows ahead that are copied to shared memory; 0: one, held in registers.
         apart: backward: the rows of a block have barriers of their own and do not wait for each other.
         turned: backward: each group of rows begins at another of its rows.
         early: backward with column sums: the kernel that adds partial sums may start before this one ends.
-        flat: forward: groups of rows are no dimension of the grid; a block has one row and does not walk.
     """
 
     threads: int
@@ -42,7 +41,6 @@ class RowPlan:
     stages: int = 0
     apart: bool = False
     turned: bool = False
-    flat: bool = False
     early: bool = False
 
     @property
@@ -52,9 +50,7 @@ class RowPlan:
         limit = f" min {self.min_blocks}" if self.min_blocks else ""
         stages = f" stages {self.stages}" if self.stages else ""
         spread = f"{self.threads}x{self.vectors}x{self.each} block {self.block}"
-        marks = "".join(
-            f" {mark}" for mark in ("late", "apart", "turned", "flat", "early") if getattr(self, mark)
-        )
+        marks = "".join(f" {mark}" for mark in ("late", "apart", "turned", "early") if getattr(self, mark))
         return f"{spread}{walk}{limit} rows {self.rows_each}{stages}{marks}"
 
     def full(self, width: int) -> bool:
@@ -104,8 +100,8 @@ def forward_plan(
         return None
     if count <= 32:
         return RowPlan(threads=_narrow(count), vectors=1, block=128)
-    if width == 1152 and not residual and not large:
-        return RowPlan(threads=96, vectors=3, block=96, each=4, ahead=True, waves=16)
+    if width == 1152 and not residual:
+        return RowPlan(threads=96, vectors=3, block=96, each=4, ahead=True, late=True, waves=12)
     if width == 1536 and not large and (residual or not modulate):
         return RowPlan(threads=128, vectors=3, block=128, each=4)
     if width == 2048 and layer and not residual:
@@ -124,8 +120,15 @@ def forward_plan(
     )
 
 
-def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
-    """Return the plan of the backward kernel; with `columns` its blocks hold one row at a time."""
+def backward_plan(width: int, *, columns: bool, large: bool = True, layer: bool = True) -> RowPlan | None:
+    """Return the plan of the backward kernel, or None when no kernel takes such a row.
+
+    Args:
+        width: elements of a row.
+        columns: whether column sums are made.
+        large: whether the tensor is too large for the caches; small ones were measured on their own.
+        layer: LayerNorm, which has twice the column sums; else RMSNorm.
+    """
     count = width // 8
     if width % 8 or not count or count > 1024:
         return None
@@ -134,7 +137,8 @@ def backward_plan(width: int, *, columns: bool) -> RowPlan | None:
         return RowPlan(threads=threads, vectors=1, block=32 if columns else 128)
     threads, vectors, each = _spread(width)
     if columns and width in _STAGED:
-        return _staged(_STAGED[width][0])
+        # Of few rows a block has few: fewer blocks keep the second kernel short, more share the rows.
+        return _staged(_STAGED[width][1 if not large and (layer or width != 2048) else 0])
     # Two warps a row take two rows a block: half the partial sums, and no register too many.
     rows = 2 if columns and threads == 64 else 1
     # Registers hold the column sums: without this the compiler takes one block less.
@@ -152,7 +156,7 @@ def _staged(form: tuple[int, int, int, int, int, int, bool]) -> RowPlan:
     threads, vectors, each, rows, fits, stages, apart = form
     return RowPlan(
         threads=threads, vectors=vectors, block=rows * threads, each=each, min_blocks=fits, stages=stages,
-        apart=apart,
+        apart=apart, early=True,
     )  # fmt: skip
 
 
@@ -166,43 +170,36 @@ _FORWARD_SPREADS = {
 # The same with gain and offset read late: (..., blocks that fit with the registers this leaves; 0: as many as
 # the compiler makes fit), and for blocks that walk the rows as many as fit.
 _LATE = {
-    2048: ((128, 2, 8, 12), (64, 4, 8, 0), (32, 8, 8, 5)),
+    2048: ((128, 2, 8, 12),),
     1536: ((96, 2, 8, 0), (32, 6, 8, 0)),
-    1152: ((96, 3, 4, 0), (32, 9, 4, 12), (16, 9, 8, 4)),
+    1152: ((96, 3, 4, 0), (32, 9, 4, 12)),
 }
 _LATE_AHEAD = {
     2048: ((128, 2, 8, 8),),
     1536: ((96, 2, 8, 10),),
     1152: ((96, 3, 4, 12),),
 }
-# Blocks that walk the rows and have them copied ahead: (..., rows of a block, blocks that fit, stages).
-_FORWARD_STAGED = {
-    2048: ((128, 2, 8, 1, 10, 2), (128, 2, 8, 1, 8, 3)),
-    1536: ((96, 2, 8, 1, 12, 2),),
-    1152: ((32, 9, 4, 3, 8, 2), (96, 3, 4, 1, 12, 2)),
-}
-# Backward with column sums, the default first: (threads, vectors, elements, rows of a block, blocks that fit,
-# rows that are copied ahead to shared memory, whether rows have barriers of their own). Several rows in a
-# block leave fewer partial sums behind, more blocks wait less for each other; own barriers do both.
+# Backward with column sums, first the default of large tensors, then that of small ones: (threads, vectors,
+# elements, rows of a block, blocks that fit, rows that are copied ahead to shared memory, whether rows have
+# barriers of their own). Several rows in a block leave fewer partial sums behind, more blocks wait less for
+# each other; own barriers do both.
 _STAGED = {
     2048: (
-        (128, 2, 8, 2, 2, 2, False),
         (128, 2, 8, 2, 2, 2, True),
         (128, 2, 8, 4, 1, 0, True),
-        (128, 2, 8, 4, 1, 1, True),
+        (128, 2, 8, 2, 2, 2, False),
     ),
     1536: (
-        (96, 2, 8, 1, 5, 0, False),
         (96, 2, 8, 5, 1, 0, True),
+        (96, 2, 8, 1, 5, 0, False),
         (128, 3, 4, 5, 1, 0, True),
-        (128, 3, 4, 1, 6, 3, False),
+        (96, 2, 8, 2, 2, 3, True),
+        (96, 2, 8, 5, 1, 1, True),
     ),
     1152: (
-        (96, 3, 4, 2, 3, 3, False),
-        (96, 3, 4, 2, 3, 3, True),
         (96, 3, 4, 3, 2, 3, True),
-        (96, 3, 4, 6, 1, 0, True),
-        (96, 3, 4, 1, 7, 3, False),
+        (96, 3, 4, 3, 2, 3, True),
+        (96, 3, 4, 2, 3, 3, True),
     ),
 }
 
@@ -223,33 +220,47 @@ def forward_ways(
     for threads, vectors, each, fits in () if residual else _LATE.get(width, ()):
         block = threads * -(-96 // threads)
         plan = RowPlan(threads=threads, vectors=vectors, block=block, each=each, late=True, min_blocks=fits)
-        plans += [plan, replace(plan, flat=True)] if modulate and block == threads else [plan]
+        plans.append(plan)
     for threads, vectors, each, fits in () if residual else _LATE_AHEAD.get(width, ()):
         plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, late=True)
         plans.append(replace(plan, ahead=True, waves=fits))
-    for threads, vectors, each, rows, fits, stages in () if residual else _FORWARD_STAGED.get(width, ()):
-        plan = RowPlan(threads=threads, vectors=vectors, block=rows * threads, each=each, late=True)
-        plans.append(replace(plan, ahead=True, waves=fits, min_blocks=fits, stages=stages))
     return {plan.name: plan for plan in plans if plan.block % 32 == 0}
 
 
-def backward_ways(width: int, *, columns: bool, modulate: bool = False) -> dict[str, RowPlan]:
+def backward_ways(
+    width: int, *, columns: bool, modulate: bool = False, large: bool = True, layer: bool = True
+) -> dict[str, RowPlan]:
     """Return plans of the backward kernel by name, the default first."""
-    first = backward_plan(width, columns=columns)
+    first = backward_plan(width, columns=columns, large=large, layer=layer)
     if first is None:
         return {}
     if not columns:
         return {plan.name: plan for plan in (first, replace(first, waves=40))}
+    plans = [first]
     if width in _STAGED:
-        plans = [_staged(form) for form in _STAGED[width]]
-        own = [plan for plan in plans if plan == first or plan.apart]
-        plans += [replace(plan, early=True) for plan in own]
+        plans += [replace(first, early=False), *map(_staged, _STAGED[width])]
         if modulate:
             # Groups of rows are walked side by side.
-            plans += [replace(plan, turned=True) for plan in own[:3]]
-            plans += [replace(plan, turned=True, early=True) for plan in own[1:3]]
-        return {plan.name: plan for plan in (first, *plans)}
-    return {first.name: first}
+            plans += [replace(plan, turned=True) for plan in (plans[2], plans[-1])]
+    return {plan.name: plan for plan in plans}
+
+
+def without_early(plan: RowPlan) -> RowPlan:
+    """Return the plan for a GPU on which no kernel starts before the one in front of it has ended."""
+    return replace(plan, early=False)
+
+
+def fitted(plan: RowPlan, *, x: str, w: str, y: str) -> RowPlan:
+    """Return a backward plan for operands of these types.
+
+    Plans are measured in bf16, and only such kernels start the next one early. The other types take more
+    registers, so a block has fewer rows.
+    """
+    if x == y == "bf16":
+        return plan if w == x else without_early(plan)
+    block = plan.threads * max(1, 256 // plan.threads) if plan.block > 256 else plan.block
+    fits = 512 // block if block < plan.block else plan.min_blocks
+    return replace(plan, block=block, min_blocks=fits, early=False)
 
 
 def forward_spec(
@@ -284,9 +295,6 @@ def forward_spec(
             "full": plan.full(width),
             "ahead": plan.ahead,
             "late": plan.late and (gain != "none" or offset),
-            "flat": plan.flat,
-            # Other types would take more shared memory than a block has.
-            "stages": plan.stages if plan.ahead and not residual and x == "bf16" else 0,
         },
         arguments="PPPPPPPPqqqqf",
         block=plan.block,

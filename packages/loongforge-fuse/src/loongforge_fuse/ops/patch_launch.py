@@ -125,7 +125,7 @@ def _cleared(grad: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     device = grad.get_device()
     if device not in _clear_calls:
         way = chosen(CLEAR_JOB, CLEAR_WAYS)
-        spec = None if way == CLEAR_WAYS[0] else clear_spec(way)
+        spec = None if way == "torch" else clear_spec(way)
         loaded = None if spec is None else load_first("masked_unfold_backward", [spec], device)
         _clear_calls[device] = None if spec is None or loaded is None else (loaded[0], spec)
     found = _clear_calls[device]

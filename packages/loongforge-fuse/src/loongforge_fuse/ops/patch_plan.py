@@ -16,15 +16,15 @@ _ROWS_ARGUMENTS, _BACK_ARGUMENTS = "PPPPqffffff", "PPPPq"
 _WARP = 32
 # Patches that a warp takes together, by side: 3 x 21 or 4 x 24 pairs of bytes fill its lanes.
 _STRIP = {14: 3, 16: 4}
-_STRIP_BLOCK = 128
+_STRIP_BLOCK, _WIDE_BLOCK = 128, 192
 
-# Ways to clear the buffer that gradients of patches go to: torch's, or from its end on, by the vectors that a
-# thread clears.
-CLEAR_JOB, CLEAR_WAYS = "masked_unfold clearing", ("torch", "down 1", "down 4")
+# Ways to clear the buffer that gradients of patches go to: from its end on, by the vectors that a thread
+# clears, or torch's.
+CLEAR_JOB, CLEAR_WAYS = "masked_unfold clearing", ("down 4", "down 1", "torch")
 
 
 def clear_spec(way: str) -> KernelSpec:
-    """Return the specification of the kernel that clears a buffer, for any way but the first."""
+    """Return the specification of the kernel that clears a buffer, for any way but torch's."""
     return KernelSpec(
         module="clearing", maker="clear_down", options={"each": int(way.split()[1])}, arguments="Pqq"
     )
@@ -87,7 +87,8 @@ def gather_ways(x: str, y: str, patch: int, *, last: bool, planar: bool) -> tupl
     """Return the kernels that gather patches of this kind, the default first; see ``variants``."""
     if x == "u8" and last and not planar:
         strips = ("strips", "strips min 10", "strips walk 8")
-        words = ("words min 12", "words min 14", "words walk 9")
+        # Six warps take the patches of a line of 252 pixels: words that two of them need are read once.
+        words = ("words min 12", "words min 14", "words walk 9", "words wide min 8", "words wide min 9")
         return (*words, *strips, "runs") if patch % 8 else ("vectors", "runs", "strips")
     if x == y and planar != last:
         return _tile_ways(y, patch, scatter=False)
@@ -122,7 +123,7 @@ def rows_spec(x: str, y: str, patch: int, way: str, *, last: bool, planar: bool,
         options = {**common, "tile": _STRIP[patch], "walk": "walk" in way}
         return KernelSpec(
             module="patch_bytes", maker=f"patch_{way.split()[0]}", options=options, arguments=_ROWS_ARGUMENTS,
-            block=_STRIP_BLOCK, min_blocks=_fitting(way),
+            block=_WIDE_BLOCK if "wide" in way else _STRIP_BLOCK, min_blocks=_fitting(way),
         )  # fmt: skip
     if way in ("runs", "vectors"):
         return KernelSpec(

@@ -15,6 +15,7 @@ from loongforge_fuse.ops._common import (
     CODES,
     Context,
     aligned,
+    capturing,
     define,
     differentiable,
     fell_back,
@@ -24,19 +25,19 @@ from loongforge_fuse.ops._common import (
     resolve,
     wants_grad,
 )
-from loongforge_fuse.ops.columns import add_partials
+from loongforge_fuse.ops.columns import FOLLOWING, add_partials
 from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
 _WIDTHS = (16, 32, 64, 128, 256)
+_LARGE = 2**24  # elements from which on the device takes longer than the host
 # Ways of the backward kernel with the weight's sums, the default first: heads of a token that a group of
-# lanes takes, blocks that fit on a multiprocessor, whether the next heads are read ahead.
+# lanes takes, blocks that fit on a multiprocessor, whether the kernel that adds partial sums starts early.
 _WAYS = {
+    "4 heads 2 blocks early": (4, 2, True),
     "4 heads 2 blocks": (4, 2, False),
-    "2 heads 3 blocks": (2, 3, False),
-    "2 heads 2 blocks ahead": (2, 2, True),
-    "1 head 4 blocks": (1, 4, False),
-    "1 head 3 blocks ahead": (1, 3, True),
+    "2 heads 3 blocks early": (2, 3, True),
 }
+_PLAIN = "4 heads 2 blocks"  # where no kernel starts before the one in front of it has ended
 BACKWARD_JOB, BACKWARD_WAYS = "head_norm_rope backward columns", tuple(_WAYS)
 
 
@@ -60,22 +61,26 @@ def rope_backward_spec(
     x: str, w: str, c: str, width: int, each: int, *, columns: bool, way: str = BACKWARD_WAYS[0]
 ) -> KernelSpec:
     """Return the specification of the backward kernel; `each` is the most that the number of heads allows."""
-    most, blocks, ahead = _WAYS[way]
-    limited = columns and x == w == c == "bf16" and way != BACKWARD_WAYS[0]
+    most, blocks, early = _WAYS[way]
+    measured = columns and x == w == c == "bf16"
     return KernelSpec(
         module="rope",
         maker="head_norm_rope_backward",
         options={
             "x": x, "w": w, "c": c, "width": width, "heads_each": min(each, most), "columns": columns,
-            "ahead": ahead and columns,
+            "early": early and measured,
         },
         arguments="PPPPPPPqqqf",
-        min_blocks=blocks if limited else 0,
+        capability=FOLLOWING if early and measured else 0,
+        # Two blocks fit without a limit.
+        min_blocks=blocks if measured and blocks > 2 else 0,
     )  # fmt: skip
 
 
 _forward_calls: dict[Hashable, Function] = {}
-_backward_calls: dict[Hashable, tuple[Function, int, int]] = {}
+# The kernel, the heads that a group of lanes takes, the blocks that fit on a processor, what "early" says.
+_Backward = tuple[Function, int, int, bool]
+_backward_calls: dict[Hashable, _Backward] = {}
 forget_on_change(_backward_calls.clear)
 
 
@@ -161,8 +166,7 @@ def _rope_cuda(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) 
 
 def _backward_call(
     grad: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, columns: bool
-) -> tuple[Function, int, int] | None:
-    """Return the kernel, the heads that a group of lanes takes, and the blocks that fit on a processor."""
+) -> _Backward | None:
     device, each, width = x.get_device(), heads_each(x.shape[-2], x.dtype), x.shape[-1]
     key = (device, x.dtype, weight.dtype, cos.dtype, width, each, columns)
     reason = _refusal(x, grad, weight, cos, sin)
@@ -173,13 +177,15 @@ def _backward_call(
     if found is not None:
         return found
     codes = CODES[x.dtype], CODES[weight.dtype], CODES[cos.dtype]
-    ways = in_turn(BACKWARD_JOB, BACKWARD_WAYS) if columns else BACKWARD_WAYS[:1]
+    ways = (*in_turn(BACKWARD_JOB, BACKWARD_WAYS), _PLAIN) if columns else BACKWARD_WAYS[:1]
     specs = [rope_backward_spec(*codes, width, each, columns=columns, way=way) for way in ways]
     loaded = load_first("head_norm_rope_backward", specs, device)
     if loaded is None:
         return None
     call, place = loaded
-    found = _backward_calls[key] = call, int(specs[place].options["heads_each"]), _WAYS[ways[place]][1]
+    options = specs[place].options
+    fits = _WAYS[ways[place]][1]
+    found = _backward_calls[key] = call, int(options["heads_each"]), fits, bool(options["early"])
     return found
 
 
@@ -197,7 +203,7 @@ def _rope_backward_cuda(
     found = _backward_call(grad, x, weight, table_cos, table_sin, columns=columns)
     if found is None:
         return _backward_reference(grad, x, weight, cos, sin, eps, columns)
-    call, each, fits = found
+    call, each, fits, early = found
     dx = torch.empty_like(x)
     heads, width = x.shape[-2:]
     device, rows, per_block = x.get_device(), x.numel() // width, BLOCK // (width // 8)
@@ -212,7 +218,9 @@ def _rope_backward_cuda(
         return dx, part
     if not rows:
         return dx, part.new_zeros(width)
-    return dx, add_partials(part.unsqueeze(0), torch.float32, "head_norm_rope").view(width)
+    follows = early and (rows * width >= _LARGE or capturing())  # see run_norm_backward
+    sums = add_partials(part.unsqueeze(0), torch.float32, "head_norm_rope", follows=follows)
+    return dx, sums.view(width)
 
 
 def _backward_fake(

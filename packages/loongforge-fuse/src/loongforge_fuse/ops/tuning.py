@@ -212,7 +212,9 @@ def _norm_jobs() -> Iterator[Job]:
 
             yield Job(
                 name=backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate),
-                ways=tuple(backward_ways(width, columns=columns, modulate=modulate)),
+                ways=tuple(
+                    backward_ways(width, columns=columns, modulate=modulate, large=large, layer=layer)
+                ),
                 make=backward,
                 size=6 * rows * width,
             )

@@ -124,6 +124,7 @@ def simulated_gpu(*, processors: int = 2, seed: int = 0) -> Iterator[list[Kernel
         "plain": lambda *tensors: True,
         "kernel": function,
         "processors": lambda device: processors,
+        "capturing": lambda: True,
         "load": lambda name, spec, device: function(spec, device),
     }
     with _many_patches(modules, replaced), patch.object(launcher, "function", function), tensors:

@@ -172,6 +172,22 @@ def norm_backward(
         mine = int64(cuda.threadIdx.x)
         if early:
             begin_next()
+        if piped:
+            # First of all: what comes before this would wait for gains.
+            for s in range(stages):
+                if row + s * stride < group_rows:
+                    ahead = first + turned_row(row + s * stride, begin, group_rows, turned)
+                    for j in range(vectors):
+                        c = lane + j * threads
+                        if full or c < count:
+                            at = ahead * count + c
+                            for p in range(pieces_x):
+                                place = (s * runs_x + j * pieces_x + p) * block + mine
+                                copy_x(stage_x, place, px, at * pieces_x + p)
+                            for p in range(pieces_y):
+                                place = (s * runs_y + j * pieces_y + p) * block + mine
+                                copy_y(stage_y, place, pd, at * pieces_y + p)
+                close_copies(stage_x)
         for j in range(held_x):
             next_x[j] = uint32(0)
         for j in range(held_y):
@@ -201,21 +217,6 @@ def norm_backward(
         scale = float32(share) if full else reciprocal(float32(int32(width)))
         turn = int64(0)
         stage = 0
-        if piped:
-            for s in range(stages):
-                if row + s * stride < group_rows:
-                    ahead = first + turned_row(row + s * stride, begin, group_rows, turned)
-                    for j in range(vectors):
-                        c = lane + j * threads
-                        if full or c < count:
-                            at = ahead * count + c
-                            for p in range(pieces_x):
-                                place = (s * runs_x + j * pieces_x + p) * block + mine
-                                copy_x(stage_x, place, px, at * pieces_x + p)
-                            for p in range(pieces_y):
-                                place = (s * runs_y + j * pieces_y + p) * block + mine
-                                copy_y(stage_y, place, pd, at * pieces_y + p)
-                close_copies(stage_x)
         while row - sub < group_rows:
             live = single or row < group_rows
             base = (first + turned_row(row, begin, group_rows, turned)) * count

@@ -15,8 +15,6 @@ from numba import cuda, float32, int32, int64, uint32
 
 from loongforge_fuse.kernels.source.common import FULL_WARP, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
-    AWAIT_COPIES,
-    COPY_ASYNC,
     EXPAND,
     LOAD_RAW,
     ROUNDED,
@@ -25,7 +23,6 @@ from loongforge_fuse.kernels.source.intrinsics import (
     STORE,
     STORE_SCALAR,
     bits_of,
-    close_copies,
     inverse_root,
     raw_words,
     reciprocal,
@@ -106,8 +103,6 @@ def norm_forward(
     full: bool,
     ahead: bool,
     late: bool,
-    flat: bool,
-    stages: int,
     block: int,
 ) -> Kernel:
     """Kernel (x, residual, gain, offset, y, total, mean, rstd, group_rows, width, gain_step, offset_step,
@@ -121,9 +116,7 @@ def norm_forward(
     A vector has `each` (8 or 4) elements; `full`: threads * vectors fill the row exactly. `ahead`: blocks
     walk the rows of their group by the width of the grid, the loads of the next row under way while the
     sums of this one are made; without it the grid covers all rows. `late`: gain and offset are read where
-    they are used, from a cache, instead of being held from the start: fewer registers, so more warps. `flat`:
-    the grid has one dimension, a block for each row of all groups. `stages`: only with `ahead` and without a
-    residual; rows are copied to shared memory, `stages` rows ahead, each thread what it reads itself.
+    they are used, from a cache, instead of being held from the start: fewer registers, so more warps.
     """
     load_x, load_r, load_w = LOAD_RAW[x, each], LOAD_RAW[r, each], LOAD_RAW[w, each]
     expand_x, expand_r, expand_w = EXPAND[x, each], EXPAND[r, each], EXPAND[w, each]
@@ -142,12 +135,6 @@ def norm_forward(
     # A block of one row has a row: the grid has no more blocks than the group has rows.
     single, shift, share = per_block == 1, 3 if each == 8 else 2, 1.0 / (threads * vectors * each)
 
-    piped = stages > 0
-    part = min(words_x, 4)
-    copy_x, take_x, pieces = COPY_ASYNC[part], SHARED_LOAD[part], max(1, words_x // 4)
-    runs, await_row = vectors * pieces, AWAIT_COPIES[max(stages - 1, 0)]
-    staged = max(stages * held_x * block, 4)
-
     def kernel(px, pr, pg, po, py, pt, pm, ps, group_rows, width, gain_step, offset_step, eps):
         lane, sub = place_in_row(single, threads)
         count = int64(threads * vectors) if full else width >> shift
@@ -155,9 +142,6 @@ def norm_forward(
         stride = int64(cuda.gridDim.x) * per_block
         row = int64(cuda.blockIdx.x) * per_block + sub
         first = group * group_rows
-        if flat:
-            group = int64(uint32(uint32(row) // uint32(group_rows)))
-            first = int64(0)
         v = cuda.local.array(size, float32)
         t = cuda.local.array(each, float32)
         raw_x = cuda.local.array(held_x, uint32)
@@ -165,8 +149,6 @@ def norm_forward(
         raw_g = cuda.local.array(held_w, uint32)
         raw_o = cuda.local.array(held_w, uint32)
         scratch = cuda.shared.array(slots, uint32, alignment=16)
-        stage_x = cuda.shared.array(staged, uint32, alignment=16)
-        mine = int64(cuda.threadIdx.x)
         words = cuda.local.array(4, uint32)
         pair = cuda.local.array(4, float32)
         for j in range(4):
@@ -178,7 +160,7 @@ def norm_forward(
         for j in range(vectors):
             c = lane + j * threads
             if full or c < count:
-                if not piped and (single or row < group_rows):
+                if single or row < group_rows:
                     load_x(px, (first + row) * count + c, raw_x, words_x * j)
                     if residual:
                         load_r(pr, (first + row) * count + c, raw_r, words_r * j)
@@ -188,29 +170,10 @@ def norm_forward(
                     load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
         scale = float32(share) if full else reciprocal(float32(int32(width)))
         turn = int64(0)
-        stage = 0
-        if piped:
-            for s in range(stages):
-                if row + s * stride < group_rows:
-                    for j in range(vectors):
-                        c = lane + j * threads
-                        if full or c < count:
-                            at = (first + row + s * stride) * count + c
-                            for p in range(pieces):
-                                place = (s * runs + j * pieces + p) * block + mine
-                                copy_x(stage_x, place, px, at * pieces + p)
-                close_copies(stage_x)
         alive = True
         while alive:
             live = single or row < group_rows
             base = (first + row) * count
-            if piped:
-                await_row(stage_x)
-                for j in range(vectors):
-                    if live and (full or lane + j * threads < count):
-                        for p in range(pieces):
-                            place = (stage * runs + j * pieces + p) * block + mine
-                            take_x(stage_x, place, raw_x, words_x * j + 4 * p)
             for j in range(vectors):
                 expand_x(raw_x, words_x * j, v, each * j)
                 if residual:
@@ -219,19 +182,7 @@ def norm_forward(
                         v[each * j + k] = rounded(v[each * j + k] + t[k])
                     if live and (full or lane + j * threads < count):
                         store_x(pt, base + lane + j * threads, v, each * j)
-            if piped:
-                # What the row needs is in registers: its place is free for the row `stages` further on.
-                if row + stages * stride < group_rows:
-                    for j in range(vectors):
-                        c = lane + j * threads
-                        if full or c < count:
-                            at = base + stages * stride * count + c
-                            for p in range(pieces):
-                                place = (stage * runs + j * pieces + p) * block + mine
-                                copy_x(stage_x, place, px, at * pieces + p)
-                close_copies(stage_x)
-                stage = stage + 1 if stage + 1 < stages else 0
-            elif ahead and row + stride < group_rows:
+            if ahead and row + stride < group_rows:
                 for j in range(vectors):
                     c = lane + j * threads
                     if full or c < count:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from numba import cuda, float32, int64, uint32
 
+from loongforge_fuse.kernels.source.barriers import begin_next
 from loongforge_fuse.kernels.source.common import FULL_WARP, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
     EXPAND,
@@ -83,13 +84,13 @@ def head_norm_rope_forward(*, x: str, w: str, c: str, width: int, heads_each: in
 
 
 def head_norm_rope_backward(
-    *, x: str, w: str, c: str, columns: bool, width: int, heads_each: int, ahead: bool, block: int
+    *, x: str, w: str, c: str, columns: bool, width: int, heads_each: int, early: bool, block: int
 ) -> Kernel:
     """Kernel (x, weight, cos, sin, dy, dx, part, rows, heads, positions, eps); rows < 2^31.
 
     Groups of lanes walk the tokens by the width of the grid, `heads_each` heads at a time; part receives
-    the sums of each block for the weight gradient, float32, (blocks, width). `ahead`: the heads of the next
-    token are under way while these are worked on.
+    the sums of each block for the weight gradient, float32, (blocks, width). `early`: the kernel that adds
+    the partial sums may start before this one ends.
     """
     load_x, load_w, load_c, store = LOAD_RAW[x, 8], LOAD[w, 8], LOAD[c, 8], STORE[x, 8]
     expand = EXPAND[x, 8]
@@ -109,45 +110,34 @@ def head_norm_rope_backward(
         stride = int64(cuda.gridDim.x) * per_block
         raw = cuda.local.array(held, uint32)
         raw_d = cuda.local.array(held, uint32)
-        next_x = cuda.local.array(held, uint32)
-        next_d = cuda.local.array(held, uint32)
         g = cuda.local.array(8, float32)
         v = cuda.local.array(8, float32)
         d = cuda.local.array(8, float32)
         t = cuda.local.array(8, float32)
         s = cuda.local.array(8, float32)
         total = cuda.local.array(8, float32)
+        if early:
+            begin_next()
         load_w(pw, lane, g, 0)
         for k in range(8):
             total[k] = float32(0.0)
-        for j in range(held):
-            next_x[j] = uint32(0)
-            next_d[j] = uint32(0)
-        if ahead and unit * heads_each < rows:
-            for j in range(heads_each):
-                load_x(px, (unit * heads_each + j) * lanes + lane, next_x, words * j)
-                load_x(pd, (unit * heads_each + j) * lanes + lane, next_d, words * j)
         while (unit - sub) * heads_each < rows:
             first = unit * heads_each
             live = first < rows
             for j in range(held):
-                raw[j] = next_x[j] if ahead and live else uint32(0)
-                raw_d[j] = next_d[j] if ahead and live else uint32(0)
+                raw[j] = uint32(0)
+                raw_d[j] = uint32(0)
             for k in range(8):
                 t[k] = float32(0.0)
                 s[k] = float32(0.0)
             if live:
-                for j in range(0 if ahead else heads_each):
+                for j in range(heads_each):
                     load_x(px, (first + j) * lanes + lane, raw, words * j)
                     load_x(pd, (first + j) * lanes + lane, raw_d, words * j)
                 token = uint32(uint32(first) // uint32(heads))
                 at = int64(uint32(token) % uint32(positions)) * lanes + lane
                 load_c(pc, at, t, 0)
                 load_c(ps, at, s, 0)
-            if ahead and first + stride * heads_each < rows:
-                for j in range(heads_each):
-                    load_x(px, (first + stride * heads_each + j) * lanes + lane, next_x, words * j)
-                    load_x(pd, (first + stride * heads_each + j) * lanes + lane, next_d, words * j)
             for j in range(heads_each):
                 expand(raw, words * j, v, 0)
                 expand(raw_d, words * j, d, 0)
