@@ -112,21 +112,19 @@ def test_every_backward_plan_equals_float64(width, layer, columns, way):
 
 
 @pytest.mark.parametrize(("width", "groups"), [(1152, 1), (1536, 1), (1536, 16), (2048, 1), (2048, 16)])
-def test_sums_that_are_added_early_are_those_that_wait(width, groups):
+def test_sums_that_are_added_early_are_those_that_wait(width, groups, monkeypatch):
     rows = norm_launch.LARGE // width // groups + 1
-    form = {"columns": True, "modulate": groups > 1, "large": True, "layer": True}
-    early, waits = list(norm_plan.backward_ways(width, **form))[:2]
-    assert "early" in early
-    assert "early" not in waits
+    assert norm_plan.backward_plan(width, columns=True).early
     count = rows * groups
     x, gain = randn(count, width), randn(groups, width)
     mean, rstd = randn(count, dtype=torch.float32) / 8, torch.rand(count, device="cuda") + 0.5
     inputs, found = [randn(count, width) for _ in range(4)], []
-    job = norm_launch.backward_job(width, **form)
     call = (None, x, gain, mean, rstd, True, groups > 1, rows, True, True, groups)
-    for way in (early, waits):
-        with variants.forced(job, way):
-            found += [norm_launch.run_norm_backward(g, *call, torch.float32) for g in inputs]
+    add = norm_launch.add_partials
+    for late in (False, True):
+        if late:
+            monkeypatch.setattr(norm_launch, "add_partials", lambda *of, follows: add(*of))
+        found += [norm_launch.run_norm_backward(g, *call, torch.float32) for g in inputs]
     for one, other in zip(found[:4], found[4:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

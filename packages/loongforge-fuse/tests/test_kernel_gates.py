@@ -245,7 +245,7 @@ def test_a_launch_that_may_start_early_says_so_in_one_attribute():
 
 def test_the_hash_of_a_kernel_covers_every_module_it_imports():
     modules = {spec.module: source_modules(spec.module) for spec in SAMPLE}
-    assert modules["rope"] == ("common", "intrinsics", "lowering", "rope")
+    assert modules["rope"] == ("barriers", "common", "intrinsics", "lowering", "rope")
     assert "norm_forward" in modules["norm_backward"]
     for path in SOURCE.glob("*.py"):
         if path.stem != "__init__":

@@ -128,7 +128,7 @@ def test_every_way_of_the_rotation_backward_gives_the_same_gradients(way, heads)
 
 
 @pytest.mark.parametrize("operator", ["norm", "rotation"])
-def test_where_no_kernel_starts_early_the_same_plan_runs_without(operator):
+def test_where_no_kernel_starts_early_another_plan_runs(operator):
     x, g, w = torch.randn(5, 1152).to(BF16), torch.randn(5, 1152).to(BF16), torch.randn(1, 1152).to(BF16)
     mean, rstd = torch.randn(5) / 8, torch.rand(5) + 0.5
     heads, table = torch.randn(1, 3, 4, 128).to(BF16), torch.randn(3, 128).to(BF16)

@@ -75,10 +75,10 @@ def norm_kernels() -> Iterator[KernelSpec]:
     from loongforge_fuse.ops.norm_plan import (
         backward_plan,
         backward_spec,
+        elsewhere,
         fitted,
         forward_plan,
         forward_spec,
-        without_early,
     )
 
     for code, lines, follows in product(FLOATS, (FEW, MANY, MOST), (False, True)):
@@ -98,8 +98,8 @@ def norm_kernels() -> Iterator[KernelSpec]:
                 back = backward_plan(width, columns=columns, large=large, layer=layer)
                 if back is None or (columns and gain == "none"):
                     continue
-                back = fitted(back, x=x, w=w, y=y)
-                for plan, carry in product((back, without_early(back)), (False, True)):
+                back = fitted(back, width, x=x, w=w, y=y)
+                for plan, carry in product((back, elsewhere(back, width)), (False, True)):
                     yield backward_spec(
                         plan, width, layer=layer, x=x, w=w, y=y, gain=gain, columns=columns, offset=offset,
                         carry=carry,

@@ -15,10 +15,10 @@ from loongforge_fuse.ops.norm_plan import (
     RowPlan,
     backward_spec,
     backward_ways,
+    elsewhere,
     fitted,
     forward_spec,
     forward_ways,
-    without_early,
 )
 from loongforge_fuse.ops.variants import forget_on_change, in_turn
 
@@ -195,8 +195,8 @@ def _backward_call(key: tuple, groups: int) -> Loaded | None:
     job = backward_job(width, layer=layer, columns=columns, large=large, modulate=modulate)
     ways = backward_ways(width, columns=columns, modulate=modulate, large=large, layer=layer)
     codes = {"x": CODES.get(x, ""), "w": CODES.get(g or x, ""), "y": CODES.get(y, "")}
-    plans = [fitted(plan, **codes) for plan in _plans(job, ways)]
-    plans += [without_early(plan) for plan in plans[-1:] if plan.early]
+    plans = [fitted(plan, width, **codes) for plan in _plans(job, ways)]
+    plans += [elsewhere(plan, width) for plan in plans[-1:] if plan.early]
     reason = _unfit(width, plans, groups, x, y, g)
     if reason:
         fell_back("norm_backward", reason)

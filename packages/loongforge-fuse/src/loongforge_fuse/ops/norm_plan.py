@@ -202,6 +202,7 @@ _STAGED = {
         (96, 3, 4, 2, 3, 3, True),
     ),
 }
+_ELSEWHERE = {2048: 0, 1536: 1, 1152: 2}  # entries for other GPUs and types: blocks of at most 256 threads
 
 
 def forward_ways(
@@ -238,29 +239,25 @@ def backward_ways(
         return {plan.name: plan for plan in (first, replace(first, waves=40))}
     plans = [first]
     if width in _STAGED:
-        plans += [replace(first, early=False), *map(_staged, _STAGED[width])]
+        plans += [*map(_staged, _STAGED[width]), elsewhere(first, width)]
         if modulate:
             # Groups of rows are walked side by side.
-            plans += [replace(plan, turned=True) for plan in (plans[2], plans[-1])]
+            plans.append(replace(_staged(_STAGED[width][0]), turned=True))
     return {plan.name: plan for plan in plans}
 
 
-def without_early(plan: RowPlan) -> RowPlan:
-    """Return the plan for a GPU on which no kernel starts before the one in front of it has ended."""
-    return replace(plan, early=False)
+def elsewhere(plan: RowPlan, width: int) -> RowPlan:
+    """Return the backward plan for other GPUs and types than `plan` was measured with.
 
-
-def fitted(plan: RowPlan, *, x: str, w: str, y: str) -> RowPlan:
-    """Return a backward plan for operands of these types.
-
-    Plans are measured in bf16, and only such kernels start the next one early. The other types take more
-    registers, so a block has fewer rows.
+    Below compute capability 9.0 no kernel starts before the one in front of it has ended, and there, as with
+    other types, rows take more registers, so a block has fewer of them.
     """
-    if x == y == "bf16":
-        return plan if w == x else without_early(plan)
-    block = plan.threads * max(1, 256 // plan.threads) if plan.block > 256 else plan.block
-    fits = 512 // block if block < plan.block else plan.min_blocks
-    return replace(plan, block=block, min_blocks=fits, early=False)
+    return replace(_staged(_STAGED[width][_ELSEWHERE[width]]), early=False) if plan.early else plan
+
+
+def fitted(plan: RowPlan, width: int, *, x: str, w: str, y: str) -> RowPlan:
+    """Return `plan`, or for other types than it was measured with another backward plan."""
+    return plan if x == w == y == "bf16" else elsewhere(plan, width)
 
 
 def forward_spec(
