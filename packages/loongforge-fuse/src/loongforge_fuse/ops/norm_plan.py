@@ -137,7 +137,7 @@ def backward_plan(width: int, *, columns: bool, large: bool = True, layer: bool 
         return RowPlan(threads=threads, vectors=1, block=32 if columns else 128)
     threads, vectors, each = _spread(width)
     if columns and width in _STAGED:
-        # Of few rows a block has few: fewer blocks keep the second kernel short, more share the rows.
+        # As measured; the one case of RMSNorm has half the column sums and wants the same plan for all sizes.
         return _staged(_STAGED[width][1 if not large and (layer or width != 2048) else 0])
     # Two warps a row take two rows a block: half the partial sums, and no register too many.
     rows = 2 if columns and threads == 64 else 1
