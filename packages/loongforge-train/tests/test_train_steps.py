@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from loongforge.batches import LossAdapter
+from loongforge.clock import StepClock
 from loongforge.config import CheckpointConfig, GuardConfig, TrainConfig
 from loongforge.errors import DataExhaustedError, NonFiniteError, SpikeError
 from loongforge.guards import Guard
+from loongforge.nvml import Utilisation
 from loongforge.ranks import Ranks
 from loongforge.records import FIELD_NAMES, StepRecord, drop_after, read_metrics
 from loongforge.session import Session, build_parts
@@ -315,3 +318,55 @@ def test_checkpoint_failure_in_mid_run_is_reported_and_the_run_goes_on(tmp_path:
 
     one.writer.write = write  # type: ignore[method-assign]
     assert one.train().steps == 6
+
+
+def test_the_driver_is_asked_in_a_thread_and_never_waited_for() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow() -> float:
+        asked.set()
+        answer.wait(30.0)
+        return 87.0
+
+    utilisation = Utilisation(slow)
+    assert utilisation() is None
+    assert asked.wait(30.0)
+    assert utilisation() is None, "the driver has not answered yet"
+    answer.set()
+    utilisation.close()
+    assert utilisation() == 87.0
+
+
+def test_a_clock_gives_its_marks_back_once_the_next_step_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Event:
+        def __init__(self, **_: object) -> None:
+            made.append(self)
+
+        def record(self, stream: object) -> None:
+            self.at = len(made)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1.0
+
+    class Stream:
+        device = torch.device("cuda", 7)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    device = torch.device("cuda", 7)
+    first, second = StepClock(device), StepClock(device)
+    for clock in (first, second):
+        with clock.phase("window"):
+            pass
+        clock.finish()
+    assert len(made) == 8
+    assert second.since_ms(first) == 1.0
+    first.release()
+    third = StepClock(device)
+    with third.phase("window"):
+        pass
+    third.finish()
+    assert len(made) == 8
+    assert third.device_ms("window") == 1.0

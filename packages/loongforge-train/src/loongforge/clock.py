@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+_spare: defaultdict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
+"""Events of clocks that were read, by device, to be recorded anew: making one costs more than recording it.
+"""
+
 
 class StepClock:
     """Collects the phases of one step; resolved once the device has passed the last mark.
 
-    On CUDA every mark is an event on the current stream: recording costs microseconds and waits for nothing.
+    On CUDA every mark is an event on the stream that is current at the beginning of the step: recording costs
+    microseconds and waits for nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if self._cuda else None
+        self._spare = _spare[device if self._stream is None else self._stream.device]
+        self._taken: list[torch.cuda.Event] = []
         self.began = time.perf_counter()
         self.ended = self.began
         self._host: dict[str, float] = {}
@@ -27,8 +36,12 @@ class StepClock:
     def _mark(self) -> torch.cuda.Event | None:
         if not self._cuda:
             return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._taken.append(event)
         return event
 
     @contextmanager
@@ -56,6 +69,13 @@ class StepClock:
         """Mark the end of the step."""
         self.last_mark = self._mark()
         self.ended = time.perf_counter()
+
+    def release(self) -> None:
+        """Give the marks back; nothing of the device can be asked any more."""
+        self._spare.extend(self._taken)
+        self._taken.clear()
+        self._events.clear()
+        self._first = self.last_mark = None
 
     def host_ms(self, name: str) -> float:
         """Host milliseconds spent in a phase."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,10 +12,19 @@ import torch
 from torch import Tensor
 
 from loongforge.clock import StepClock
+from loongforge.nvml import Utilisation
 from loongforge.records import StepRecord
 
 MOST_UNREAD = 8
 """Steps that may wait for the device; the oldest is waited for beyond that, long after it was enqueued."""
+
+MEMORY_EVERY_S = 0.25
+"""Seconds between two looks at the allocator, whose statistics cost a fraction of a millisecond; the records
+in between repeat the last look."""
+
+_staging: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
+"""Pinned memory for the values of a step and the event behind their copy, used again once they were read; by
+device and number of values."""
 
 Listener = Callable[[StepRecord, Sequence[Sequence[int]]], None]
 
@@ -64,11 +74,12 @@ class PendingStep:
         if device.type != "cuda":
             self.values = [float(value) for value in scalars]
             return
-        tensors = [torch.as_tensor(value, dtype=torch.float32) for value in scalars]
-        packed = torch.stack([value.detach().to(device, non_blocking=True) for value in tensors])
-        staged = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        self.values = staged.copy_(packed, non_blocking=True)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        packed = torch.stack([_scalar(value, device) for value in scalars])
+        free = _staging[device, len(scalars)]
+        if not free:
+            free.append((torch.empty(packed.shape, pin_memory=True), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        self.values, self.copied = free.pop()
+        self.values.copy_(packed, non_blocking=True)
         self.copied.record()
 
     def passed(self) -> bool:
@@ -77,9 +88,20 @@ class PendingStep:
 
     def read(self) -> list[float]:
         """Return the values; waits for their copy, which is long done unless the run is ending."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.values.tolist() if isinstance(self.values, Tensor) else list(self.values or ())
+        if self.copied is None or not isinstance(self.values, Tensor):
+            return list(self.values or ())
+        self.copied.synchronize()
+        read: list[float] = self.values.tolist()
+        _staging[self.loss.device, len(read)].append((self.values, self.copied))
+        self.values, self.copied = read, None
+        return read
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """Return a float32 scalar on a device."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.device == device:
+        return value.detach()
+    return torch.as_tensor(value, dtype=torch.float32).detach().to(device, non_blocking=True)
 
 
 class Recorder:
@@ -88,7 +110,7 @@ class Recorder:
     Args:
         device: Device of the run.
         rank: This process's rank.
-        gpu_util: Returns the GPU's utilisation (0 to 100) or None; asked at most once a second.
+        gpu_util: Returns the GPU's utilisation (0 to 100) or None, without waiting for the driver.
     """
 
     def __init__(
@@ -102,7 +124,8 @@ class Recorder:
         self._previous_end: float | None = None
         self._checkpoint_ms = 0.0
         self._probe: dict[str, float] = {}
-        self._util: tuple[float, float | None] = (0.0, None)
+        self._memory_at = -math.inf
+        self._memory_known: Mapping[str, int] = {}
         self.listeners: list[Listener] = []
 
     def submit(self, pending: PendingStep) -> None:
@@ -113,15 +136,23 @@ class Recorder:
             pending.sync_ms, pending.op_cost_us = self._probe["sync_ms"], self._probe["op_cost_us"]
             self._probe = {}
         if self._device.type == "cuda":
-            pending.memory = {
-                "peak": torch.cuda.max_memory_allocated(self._device),
-                "reserved": torch.cuda.memory_reserved(self._device),
-                "retries": int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)),
-            }
+            pending.memory = self._memory()
         pending.stage()
         self._pending.append(pending)
         while self._pending and (len(self._pending) > MOST_UNREAD or self._pending[0].passed()):
             self._write(self._pending.popleft())
+
+    def _memory(self) -> Mapping[str, int]:
+        """Return peak and reserved bytes and retries of the allocator, at most a quarter of a second old."""
+        now = time.monotonic()
+        if now - self._memory_at >= MEMORY_EVERY_S:
+            self._memory_at = now
+            self._memory_known = {
+                "peak": torch.cuda.max_memory_allocated(self._device),
+                "reserved": torch.cuda.memory_reserved(self._device),
+                "retries": int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)),
+            }
+        return self._memory_known
 
     def note_checkpoint(self, ms: float) -> None:
         """Add host time spent on a checkpoint at the step border; it stands in the next record."""
@@ -138,10 +169,19 @@ class Recorder:
 
     def restart(self) -> None:
         """Forget the end of the last step, after a pause that is not part of the next one."""
+        if self._previous is not None:
+            self._previous.release()
         self._previous, self._previous_end = None, None
+
+    def close(self) -> None:
+        """End the thread that asks for the GPU's utilisation."""
+        if isinstance(self._gpu_util, Utilisation):
+            self._gpu_util.close()
 
     def _write(self, pending: PendingStep) -> None:
         record = self._record(pending, pending.read())
+        if self._previous is not None:
+            self._previous.release()
         self._previous, self._previous_end = pending.clock, pending.clock.ended
         for listener in self.listeners:
             listener(record, pending.sample_ids)
@@ -176,7 +216,7 @@ class Recorder:
             optimizer_ms=clock.device_ms("optimizer"),
             checkpoint_ms=pending.checkpoint_ms,
             validation_loss=pending.validation_loss,
-            gpu_util=self._utilisation(),
+            gpu_util=None if self._gpu_util is None else self._gpu_util(),
             mem_peak_bytes=pending.memory.get("peak"),
             mem_reserved_bytes=pending.memory.get("reserved"),
             alloc_retries=pending.memory.get("retries"),
@@ -200,14 +240,6 @@ class Recorder:
         wall_ms = 1e3 * (clock.ended - since)
         _derive(record, wall_ms)
         return record
-
-    def _utilisation(self) -> float | None:
-        if self._gpu_util is None:
-            return None
-        now = time.monotonic()
-        if now - self._util[0] >= 1.0:
-            self._util = (now, self._gpu_util())
-        return self._util[1]
 
 
 def _derive(record: StepRecord, wall_ms: float) -> None:

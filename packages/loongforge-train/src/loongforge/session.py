@@ -327,6 +327,7 @@ class Session:
     def close(self) -> None:
         """Stop threads and give resources back; safe to call twice."""
         self.watchdog.close()
+        self.parts.recorder.close()
         if self.live is not None:
             self.live.close()
             self.live = None

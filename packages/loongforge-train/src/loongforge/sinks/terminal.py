@@ -47,12 +47,11 @@ class TerminalSink:
         """Show a step."""
         if self._first is None:
             self._first = record.step
-        line = summary(record)
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=record.step, line=line)
+            self._progress.update(self._task, completed=record.step, line=summary(record))
         elif record.step % self._interval == 0 or record.skipped or record.step in {self._first, self._total}:
             of = f"/{self._total}" if self._total else ""
-            sys.stderr.write(f"step {record.step}{of}  {line}{self._eta(record.step)}\n")
+            sys.stderr.write(f"step {record.step}{of}  {summary(record)}{self._eta(record.step)}\n")
 
     def _eta(self, step: int) -> str:
         if self._total is None or self._first is None or step <= self._first:
