@@ -23,8 +23,9 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.current_stream(device) if self._cuda else None
-        self._spare = _spare[device if self._stream is None else self._stream.device]
+        self.stream = torch.cuda.current_stream(device) if self._cuda else None
+        """The stream of the marks, None on the CPU."""
+        self._spare = _spare[device if self.stream is None else self.stream.device]
         self._taken: list[torch.cuda.Event] = []
         self.began = time.perf_counter()
         self.ended = self.began
@@ -40,7 +41,7 @@ class StepClock:
             event = self._spare.pop()
         except IndexError:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(self.stream)
         self._taken.append(event)
         return event
 

@@ -18,9 +18,9 @@ from loongforge.records import StepRecord
 MOST_UNREAD = 8
 """Steps that may wait for the device; the oldest is waited for beyond that, long after it was enqueued."""
 
-MEMORY_EVERY_S = 0.25
-"""Seconds between two looks at the allocator, whose statistics cost a fraction of a millisecond; the records
-in between repeat the last look."""
+MEMORY_EVERY_S = 1.0
+"""Seconds between two looks at the allocator, whose statistics cost up to half a millisecond; the records in
+between repeat the last look."""
 
 _staging: defaultdict[tuple[torch.device, int], list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
 """Pinned memory for the values of a step and the event behind their copy, used again once they were read; by
@@ -80,7 +80,7 @@ class PendingStep:
             free.append((torch.empty(packed.shape, pin_memory=True), torch.cuda.Event()))  # type: ignore[no-untyped-call]
         self.values, self.copied = free.pop()
         self.values.copy_(packed, non_blocking=True)
-        self.copied.record()
+        self.copied.record(self.clock.stream)
 
     def passed(self) -> bool:
         """Tell whether the values can be read (never waits)."""
@@ -143,15 +143,17 @@ class Recorder:
             self._write(self._pending.popleft())
 
     def _memory(self) -> Mapping[str, int]:
-        """Return peak and reserved bytes and retries of the allocator, at most a quarter of a second old."""
+        """Return peak and reserved bytes and retries of the allocator, at most a second old."""
         now = time.monotonic()
         if now - self._memory_at >= MEMORY_EVERY_S:
             self._memory_at = now
-            self._memory_known = {
-                "peak": torch.cuda.max_memory_allocated(self._device),
-                "reserved": torch.cuda.memory_reserved(self._device),
-                "retries": int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)),
+            found = torch.cuda.memory_stats(self._device)
+            names = {
+                "peak": "allocated_bytes.all.peak",
+                "reserved": "reserved_bytes.all.current",
+                "retries": "num_alloc_retries",
             }
+            self._memory_known = {short: int(found.get(name, 0)) for short, name in names.items()}
         return self._memory_known
 
     def note_checkpoint(self, ms: float) -> None:
