@@ -8,7 +8,8 @@ from loongforge_fuse.ops.norm_plan import RowPlan
 ACTIVATIONS = ("none", "gelu_tanh", "silu_mul")
 FLOAT8_CAPABILITY = 89
 """Compute capability, times ten, from which on there are conversions to e4m3, and products of it."""
-_WARP_VECTORS = 256  # up to as many a warp takes a row, without a barrier
+_WARP_VECTORS = 160  # up to as many a warp takes a row, without a barrier
+_PAIRED_VECTORS = 256  # up to as many a thread holds two: few rows then fill the device too
 _MAX_VECTORS = 2048
 _MAX_THREADS = 1024
 
@@ -48,6 +49,8 @@ def plan_of(width: int, activation: str) -> RowPlan | None:
     most = _WARP_VECTORS // 2 if activation == "silu_mul" else _WARP_VECTORS
     if count <= most:
         return _plan(count, -(-count // 32), activation)
+    if count <= _PAIRED_VECTORS:
+        return _plan(count, 2, activation)
     # The first that leaves the fewest threads without a vector.
     fits = [v for v in (3, 4, 2) if _threads(count, v) <= _MAX_THREADS]
     return _plan(count, min(fits, key=lambda v: _threads(count, v) * v), activation)
