@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from loongforge.clock import StepClock
 from loongforge.config import CheckpointConfig, PillarConfig, TrainConfig
 from loongforge.errors import ConfigError
 from loongforge.ranks import Ranks
@@ -165,7 +167,7 @@ def test_a_group_is_started_before_the_one_before_it_is_handed_out() -> None:
     ahead = Counting()
     loader = staged(ToyModel(), plan=AheadPlan(ahead=ahead, group=4))
     loader.set_epoch(0)
-    numbers = [batch.device["frozen"] for batch in loader]
+    numbers = [batch.ahead()["frozen"] for batch in loader]
     assert numbers == sorted([1, 2, 3, 4, 5, 6] * 4 + [7, 7])
     assert ahead.events[:5] == [("start", 4), ("start", 4), ("take", 1), ("start", 4), ("take", 2)]
     assert ahead.events[-3:] == [("start", 2), ("take", 6), ("take", 7)]
@@ -191,6 +193,36 @@ def test_a_step_finishes_the_coming_group_before_its_optimizer(tmp_path: Path) -
     assert [event for event in ahead.events if event[0] not in ("start", "release")] == [
         ("take", 1), ("finish", 2), ("take", 2), ("finish", 3), ("take", 3), ("finish", 4)
     ]  # fmt: skip
+
+
+def test_waiting_for_the_frozen_part_is_part_of_the_window_and_no_wait_for_data(tmp_path: Path) -> None:
+    phases: list[str] = []
+
+    class Clock(StepClock):
+        @contextmanager
+        def phase(self, name: str) -> Iterator[None]:
+            phases.append(name)
+            with super().phase(name):
+                yield
+            phases.remove(name)
+
+    class Noting(Counting):
+        def start(self, window: list[Mapping[str, object]]) -> object:
+            started = super().start(window)
+            take = started.take
+            started.take = lambda: (taken_in.append(list(phases)), take())[1]
+            return started
+
+    taken_in: list[list[str]] = []
+    config = TrainConfig(
+        output=str(tmp_path), steps=2, accumulation=4, control=False, checkpoint=CheckpointConfig(every=0)
+    )
+    model = ToyModel()
+    source = BatchSource(staged(model, plan=AheadPlan(ahead=Noting(), group=4)), fingerprint="toy")
+    run = Session(config, build_parts(config, model, source, Ranks(rank=0, world_size=1, device=CPU)))
+    run.engine.new_clock = Clock
+    run.train()
+    assert taken_in == [["window"]] * 2
 
 
 def test_a_new_epoch_amid_an_epoch_begins_where_the_steps_are() -> None:

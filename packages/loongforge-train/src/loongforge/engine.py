@@ -30,7 +30,7 @@ from loongforge.pillars import MemoryPillar
 from loongforge.ranks import Agreement, Ranks, Vote
 from loongforge.recorder import PendingStep, Recorder
 from loongforge.sources import BatchSource
-from loongforge.staging import StagedBatch, host_of
+from loongforge.staging import StagedBatch, host_of, with_frozen_part
 from loongforge.window import Outcome, WindowRunner
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -108,8 +108,8 @@ class StepEngine:
         with parts.memory.step(), self.around(self.at.step + 1):
             with clock.phase("h2d"):
                 batches = [self._to_device(batch) for batch in window]
+            outcome = self._forward_backward(window, batches, clock, agreed)
             window = [host_of(batch) for batch in window]
-            outcome = self._forward_backward(batches, clock, agreed)
             parts.before_optimizer()
             with clock.phase("comm"):
                 parts.parallel.finish()
@@ -201,7 +201,11 @@ class StepEngine:
     # -- forward, backward, communication ----------------------------------------------------------
 
     def _forward_backward(
-        self, batches: list[Mapping[str, object]], clock: StepClock, agreed: Agreement
+        self,
+        window: list[object],
+        batches: list[Mapping[str, object]],
+        clock: StepClock,
+        agreed: Agreement,
     ) -> Outcome:
         """Run the window; the divisor makes the averaged gradient that of one batch over all ranks."""
         parts, device = self.parts, self.parts.ranks.device.type
@@ -216,7 +220,8 @@ class StepEngine:
             return nullcontext() if together else parts.parallel.no_sync()
 
         with clock.phase("window"), self._autocast():
-            return parts.runner.run(batches, backward=backward, divisor=divisor, sync=sync)
+            whole = [with_frozen_part(b, m, parts.ranks.device) for b, m in zip(window, batches, strict=True)]
+            return parts.runner.run(whole, backward=backward, divisor=divisor, sync=sync)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:

@@ -11,12 +11,13 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from loongforge.batches import Draws, add_draws, sample_ids
+from loongforge.batches import Draws, add_draws, move, sample_ids
 from loongforge.errors import require
 from loongforge.sources import Resumable
 
@@ -69,6 +70,9 @@ class StagedBatch:
     """The batch as the loader gave it."""
     device: object
     """The batch with its draws on the device; the current stream already waits for the copies."""
+    ahead: Callable[[], Mapping[str, object]] | None = None
+    """Where its frozen part is under way: makes the current stream wait for that, which is work of the step
+    and no wait for data, and returns the batch with it."""
 
 
 class _Host:
@@ -83,6 +87,15 @@ class _Host:
 def host_of(batch: object) -> object:
     """Return the host side of a micro-batch, staged or not."""
     return batch.host if isinstance(batch, StagedBatch) else batch
+
+
+def with_frozen_part(
+    batch: object, moved: Mapping[str, object], device: torch.device
+) -> Mapping[str, object]:
+    """Return a micro-batch on the device with its frozen part, where that was run ahead."""
+    if not isinstance(batch, StagedBatch) or batch.ahead is None:
+        return moved
+    return move(batch.ahead(), device)  # type: ignore[return-value]
 
 
 class _Drawn:
@@ -146,6 +159,20 @@ class _Entry:
     host: object
     device: object
     state: dict[str, object]
+    ahead: Callable[[], Mapping[str, object]] | None = None
+
+
+class _Taken:
+    """The micro-batches of a group with their frozen part, taken when the first one is asked for."""
+
+    def __init__(self, started: Started) -> None:
+        self._started = started
+        self._taken: list[Mapping[str, object]] | None = None
+
+    def part(self, index: int) -> Mapping[str, object]:
+        if self._taken is None:
+            self._taken = self._started.take()
+        return self._taken[index]
 
 
 class StagedLoader:
@@ -187,7 +214,7 @@ class StagedLoader:
             if entry.device is None:
                 yield entry.host
             else:
-                yield StagedBatch(host=entry.host, device=entry.device)
+                yield StagedBatch(host=entry.host, device=entry.device, ahead=entry.ahead)
             if generation != self._generation:
                 return
         self._state = None
@@ -199,25 +226,22 @@ class StagedLoader:
 
     def _run_ahead(self, plan: AheadPlan) -> Iterator[_Entry]:
         """Hand out each group after the next one's frozen part was started, which runs beside its step."""
-        before: Callable[[], list[_Entry]] | None = None
+        before: list[_Entry] = []
         for group in _grouped(self._entries(), plan.group):
             started = self._start(plan.ahead, group)
-            if before is not None:
-                yield from before()
+            yield from before
             before = started
         self._under_way = None
-        if before is not None:
-            yield from before()
+        yield from before
 
-    def _start(self, ahead: Startable, group: list[_Entry]) -> Callable[[], list[_Entry]]:
-        """Start the frozen part of a group; return what hands its entries out."""
+    def _start(self, ahead: Startable, group: list[_Entry]) -> list[_Entry]:
+        """Start the frozen part of a group; return its entries, which know how to get at it."""
         batches = [entry.device for entry in group if isinstance(entry.device, Mapping)]
         if len(batches) != len(group):
-            return lambda: group
+            return group
         started = self._under_way = ahead.start(batches)
-        return lambda: [
-            replace(entry, device=batch) for entry, batch in zip(group, started.take(), strict=True)
-        ]
+        taken = _Taken(started)
+        return [replace(entry, ahead=partial(taken.part, index)) for index, entry in enumerate(group)]
 
     def before_optimizer(self) -> None:
         """Start what a coming group left for the time of the optimizer; called in every step."""
