@@ -16,6 +16,7 @@ from loongforge.errors import DataExhaustedError, NonFiniteError, SpikeError
 from loongforge.guards import Guard
 from loongforge.nvml import Utilisation
 from loongforge.ranks import Ranks
+from loongforge.recorder import MOST_UNREAD, PendingStep, Recorder
 from loongforge.records import FIELD_NAMES, StepRecord, drop_after, read_metrics
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
@@ -370,3 +371,46 @@ def test_a_clock_gives_its_marks_back_once_the_next_step_was_read(monkeypatch: p
     third.finish()
     assert len(made) == 8
     assert third.device_ms("window") == 1.0
+
+
+def pending(step: int) -> PendingStep:
+    clock = StepClock(torch.device("cpu"))
+    clock.finish()
+    value = torch.tensor(float(step))
+    return PendingStep(
+        step=step, epoch=0, time_unix=0.0, clock=clock, loss=value, micro_losses=[], norm=value,
+        skipped=torch.zeros(()), lr=0.1,
+    )  # fmt: skip
+
+
+def test_records_are_gathered_for_a_while_and_written_in_order() -> None:
+    written: list[int] = []
+    recorder = Recorder(torch.device("cpu"), 0, write_every_s=3600.0)
+    recorder.listeners.append(lambda record, _: written.append(record.step))
+    recorder.submit(pending(1))
+    assert written == [1], "the first step shows at once"
+    for step in range(2, 2 + MOST_UNREAD - 1):
+        recorder.submit(pending(step))
+    assert written == [1]
+    recorder.submit(pending(1 + MOST_UNREAD))
+    assert written == list(range(1, 2 + MOST_UNREAD))
+    recorder.submit(pending(50))
+    recorder.submit(pending(51))
+    recorder.flush()
+    assert written[-2:] == [50, 51]
+
+
+def test_a_checkpoint_comes_after_the_records_of_its_steps(tmp_path: Path) -> None:
+    run = session(tmp_path, epochs=1, checkpoint=CheckpointConfig(every=3), batch_size=4)
+    run.parts.recorder._write_every_s = 3600.0
+    found: dict[int, list[int]] = {}
+    save = run.save
+
+    def saved(**named: object) -> None:
+        save(**named)
+        found[run.engine.at.step] = [int(r["step"]) for r in read_metrics(tmp_path)]
+
+    run.save = saved  # type: ignore[method-assign]
+    run.train()
+    assert found
+    assert all(steps == list(range(1, step + 1)) for step, steps in found.items())

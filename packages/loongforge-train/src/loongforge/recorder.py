@@ -18,6 +18,9 @@ from loongforge.records import StepRecord
 MOST_UNREAD = 8
 """Steps that may wait for the device; the oldest is waited for beyond that, long after it was enqueued."""
 
+WRITE_EVERY_S = 0.25
+"""Seconds for which records of a GPU run are gathered, :data:`MOST_UNREAD` at most. Between two steps the
+processor's caches hold anything but this code: ten times as slow for one record as for the next."""
 MEMORY_EVERY_S = 1.0
 """Seconds between two looks at the allocator, whose statistics cost up to half a millisecond; the records in
 between repeat the last look."""
@@ -111,10 +114,17 @@ class Recorder:
         device: Device of the run.
         rank: This process's rank.
         gpu_util: Returns the GPU's utilisation (0 to 100) or None, without waiting for the driver.
+        write_every_s: Seconds between two looks at what can be written. Default :data:`WRITE_EVERY_S` on a
+            GPU, whose values come late anyway, 0 elsewhere: after every step.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, *, gpu_util: Callable[[], float | None] | None = None
+        self,
+        device: torch.device,
+        rank: int,
+        *,
+        gpu_util: Callable[[], float | None] | None = None,
+        write_every_s: float | None = None,
     ) -> None:
         self._device = device
         self._rank = rank
@@ -124,12 +134,15 @@ class Recorder:
         self._previous_end: float | None = None
         self._checkpoint_ms = 0.0
         self._probe: dict[str, float] = {}
+        late = WRITE_EVERY_S if device.type == "cuda" else 0.0
+        self._write_every_s = late if write_every_s is None else write_every_s
+        self._wrote_at = -math.inf
         self._memory_at = -math.inf
         self._memory_known: Mapping[str, int] = {}
         self.listeners: list[Listener] = []
 
     def submit(self, pending: PendingStep) -> None:
-        """Take a finished step; write every step that the device has passed."""
+        """Take a finished step; now and then write every step that the device has passed."""
         pending.checkpoint_ms, self._checkpoint_ms = self._checkpoint_ms, 0.0
         if self._probe:
             pending.ops, pending.sync_count = int(self._probe["ops"]), int(self._probe["sync_count"])
@@ -139,6 +152,12 @@ class Recorder:
             pending.memory = self._memory()
         pending.stage()
         self._pending.append(pending)
+        if len(self._pending) >= MOST_UNREAD or time.monotonic() - self._wrote_at >= self._write_every_s:
+            self.write_passed()
+
+    def write_passed(self) -> None:
+        """Write every step that the device has passed, and wait for none but what is too many."""
+        self._wrote_at = time.monotonic()
         while self._pending and (len(self._pending) > MOST_UNREAD or self._pending[0].passed()):
             self._write(self._pending.popleft())
 

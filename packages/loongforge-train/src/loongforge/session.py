@@ -250,6 +250,8 @@ class Session:
                 was begun, on any rank.
         """
         self.watchdog.beat(self.engine.at.step)
+        # A run that goes on from here must find the records of all steps up to here.
+        self.parts.recorder.flush()
         self._agree_on_earlier_write()
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         snapshot = take_snapshot(self.engine, self.config, loss=loss)

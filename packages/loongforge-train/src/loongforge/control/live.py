@@ -25,6 +25,8 @@ CHECKPOINT_CODE = 3
 KEPT_RECORDS = 4096
 LONGEST_PROFILE_S = 3600.0
 BORDER_TIMEOUT_S = 120.0
+RECORDS_TIMEOUT_S = 1.0
+"""Longest wait for records that a GPU run has gathered but not written."""
 
 
 class Owner(Protocol):
@@ -134,6 +136,7 @@ class Live:
             self._trace(duration, Path(trace))
         else:
             time.sleep(duration)
+        self._bring_records()
         records = [r for r in list(self._records) if isinstance(r["step"], int) and r["step"] > first]
         if not records:
             msg = f"no step ended within {duration:.1f} s: ask for a longer duration"
@@ -157,6 +160,17 @@ class Live:
             profiler.export_chrome_trace(str(path))
 
         self._in_training_thread(stop)
+
+    def _bring_records(self) -> None:
+        """Let the training thread write the steps that have ended, where it comes to a border soon."""
+        written = threading.Event()
+
+        def write() -> None:
+            self._owner.engine.parts.recorder.write_passed()
+            written.set()
+
+        self._tasks.put(write)
+        written.wait(RECORDS_TIMEOUT_S)
 
     def _in_training_thread(self, task: Callable[[], None]) -> None:
         done, failed = threading.Event(), []
