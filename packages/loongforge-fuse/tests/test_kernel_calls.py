@@ -112,8 +112,9 @@ def test_a_missing_kernel_is_counted_and_answered_by_the_reference(monkeypatch):
         raise KernelUnavailableError("nothing here")
 
     ops.reset_op_counters()
-    with simulated_gpu():
-        monkeypatch.setattr(launcher, "function", refuse)
+    # Undone before the simulator is: its own replacement would be put back otherwise, and stay.
+    with simulated_gpu(), monkeypatch.context() as inside:
+        inside.setattr(launcher, "function", refuse)
         x, key = torch.randn(4, 64), torch.tensor([1, 2])
         assert torch.allclose(ops.rms_norm(x), torch.nn.functional.rms_norm(x, (64,), eps=1e-6), atol=1e-5)
         assert torch.equal(ops.gelu_tanh(x, p=0.2, key=key), _common_reference(x, key))
