@@ -4,7 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from loongforge_fuse import GraphRunner, ops
+from loongforge_fuse import GraphConfig, GraphRunner, ops
+from loongforge_fuse.graphs import passes
 from loongforge_fuse.ops.beside import WeightGradients, collector
 from torch import nn
 
@@ -138,6 +139,14 @@ def test_a_parameter_with_a_gradient_hook_is_not_late(place):
     assert late.taken == 1 + 2 * 2
 
 
+def test_gradients_that_ddp_would_wait_for_are_not_made_late(monkeypatch):
+    monkeypatch.setattr(passes, "DistributedDataParallel", Tower)
+    model = nn.Sequential(Tower())
+    GraphRunner(model, GraphConfig(mode="emulated"))
+    with pytest.raises(ValueError, match="in_line"):
+        GraphRunner(model, GraphConfig(mode="emulated", weight_gradients="beside"))
+
+
 def test_parameters_of_another_model_are_not_taken(place):
     ours, theirs = towers(place)
     with WeightGradients(torch.device(place.device)).collecting(ours):
@@ -189,8 +198,6 @@ def test_late_weight_gradients_are_bit_equal_while_the_memory_they_read_is_reuse
                 x = x + ops.linear(x, layer.weight, layer.bias)
             sums = (x - batch["y"]).float().square().flatten(1).mean(1)
             return {"loss": sums.mean(), "loss_sum": sums, "loss_count": torch.ones_like(sums)}
-
-    from loongforge_fuse import GraphConfig
 
     chains = [Chain(m) for m in models]
     for gradients in ("overwrite", "accumulate"):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from loongforge_fuse.fusion.execute import (
     Backward,
@@ -58,6 +59,12 @@ class StepPass:
         self._scaler = scaler
         self._device = device
         self._late = WeightGradients(device) if config.weight_gradients == "beside" else None
+        if self._late is not None and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+            message = (
+                "weight_gradients='beside' hands gradients over without the hooks by which "
+                "DistributedDataParallel sends them; use 'in_line', or reduce gradients after the replay"
+            )
+            raise ValueError(message)
         self._scale = torch.ones((), device=device) if scaler is not None else None
         self._optimizer = (
             OptimizerInGraph(optimizer, max_norm=config.max_norm, device=device)
