@@ -69,6 +69,11 @@ def test_replays_with_late_weight_gradients_equal_those_without(place, gradients
                 torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6, msg=name)
             else:
                 assert p.grad is None
+    stats = [runner.stats() for runner in runners]
+    # The first pass is watched by hooks, the second one recorded; replays do not count again.
+    assert stats[0].late_gradients > 0
+    assert stats[0].in_line_gradients["hooks"] > 0
+    assert (stats[1].late_gradients, stats[1].in_line_gradients) == (0, {})
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -137,6 +142,7 @@ def test_a_parameter_with_a_gradient_hook_is_not_late(place):
         assert model.layers[3].weight.grad is None
     assert model.layers[3].weight.grad is not None
     assert late.taken == 1 + 2 * 2
+    assert late.in_line == {"hooks": 2 + 2}
 
 
 def test_gradients_that_ddp_would_wait_for_are_not_made_late(monkeypatch):
@@ -149,10 +155,13 @@ def test_gradients_that_ddp_would_wait_for_are_not_made_late(monkeypatch):
 
 def test_parameters_of_another_model_are_not_taken(place):
     ours, theirs = towers(place)
-    with WeightGradients(torch.device(place.device)).collecting(ours):
+    late = WeightGradients(torch.device(place.device))
+    with late.collecting(ours):
         theirs(batch_of(place, 0))["loss"].backward()
         assert theirs.layers[1].weight.grad is not None
     assert ours.layers[1].weight.grad is None
+    assert late.taken == 0
+    assert late.in_line["other_model"] > 0
 
 
 def test_after_an_error_nothing_is_added_and_the_next_pass_is_whole(place):

@@ -135,6 +135,8 @@ class GraphStats:
         failures: Shape description -> why it cannot be captured.
         padded: Batches that a bucket plan enlarged.
         adopted: Gradients of eager passes that were copied into a recording's tensors.
+        late_gradients: Weight gradients made beside an eager or recorded pass; replays do not count again.
+        in_line_gradients: Those of such layers that were made in their place, by reason code.
     """
 
     replays: int
@@ -149,6 +151,8 @@ class GraphStats:
     failures: Mapping[str, str]
     padded: int
     adopted: int
+    late_gradients: int
+    in_line_gradients: Mapping[str, int]
 
 
 class PassCounters:

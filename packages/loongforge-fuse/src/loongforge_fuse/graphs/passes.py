@@ -174,6 +174,11 @@ class StepPass:
         if present:
             torch._foreach_zero_(present)
 
+    @property
+    def late(self) -> tuple[int, dict[str, int]]:
+        """Weight gradients made beside a pass, and those made in their place by reason."""
+        return (0, {}) if self._late is None else (self._late.taken, dict(self._late.in_line))
+
     def _collecting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._late is None else self._late.collecting(self._model)
 

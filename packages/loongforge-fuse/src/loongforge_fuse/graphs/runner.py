@@ -378,7 +378,7 @@ class GraphRunner:
 
     def stats(self) -> GraphStats:
         """Return the counters."""
-        count = self._count
+        count, (late, in_line) = self._count, self._pass.late
         return GraphStats(
             replays=count.replays,
             captures=count.captures,
@@ -392,4 +392,6 @@ class GraphRunner:
             failures={describe_key(key): why for key, why in self._ledger.failures().items()},
             padded=count.padded,
             adopted=count.adopted,
+            late_gradients=late,
+            in_line_gradients=in_line,
         )

@@ -7,6 +7,7 @@ kernels leave most of it idle; the products for the weights fill what the chain 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 Products = Callable[[], Sequence[Tensor]]
 
+_GRADIENT_HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
 _collecting: Final[dict[torch.device, WeightGradients]] = {}
 
 
@@ -39,7 +41,9 @@ class WeightGradients:
         # that is given back is written again, while the products still read.
         self._read: list[Tensor] = []
         self.taken = 0
-        """Products that ran beside a pass, since this was made; replays of graphs do not count."""
+        """Gradients that were made beside a pass, since this was made; replays of graphs do not count."""
+        self.in_line: Counter[str] = Counter()
+        """Gradients that were made in their place, by reason: ``hooks`` or ``other_model``."""
 
     @contextmanager
     def collecting(self, model: nn.Module) -> Iterator[None]:
@@ -70,12 +74,14 @@ class WeightGradients:
 
     def takes(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether the gradients of these tensors can be late: trained weights here, seen by no hook."""
-        return all(
-            id(p) in self._owned
-            and not getattr(p, "_post_accumulate_grad_hooks", None)
-            and not getattr(p, "_backward_hooks", None)
-            for p in parameters
-        )
+        reason = None
+        if any(id(p) not in self._owned for p in parameters):
+            reason = "other_model"
+        elif any(getattr(p, name, None) for p in parameters for name in _GRADIENT_HOOKS):
+            reason = "hooks"
+        if reason is not None:
+            self.in_line[reason] += len(parameters)
+        return reason is None
 
     def add(self, parameters: Sequence[Tensor], products: Products, *, reads: Sequence[Tensor]) -> None:
         """Run ``products`` behind what the current stream holds; they return a gradient for each parameter.
