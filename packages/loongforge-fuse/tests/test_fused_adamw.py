@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loongforge_fuse import FusedAdamW
 from loongforge_fuse.ops.adamw_tables import CHUNK, chunk_pairs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def twin(seed: int = 0):
@@ -59,6 +60,24 @@ def test_a_state_of_torch_adamw_is_continued():
     b.step()
     for p, q in zip(ours, theirs, strict=True):
         assert torch.allclose(p, q, atol=1e-6)
+
+
+def test_a_rate_that_changes_every_step_is_sent_without_waiting():
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                waits.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+            return func(*args, **(kwargs or {}))
+
+    ours, theirs = twin()
+    optimizer = FusedAdamW(groups(ours), lr=3e-3)
+    give(ours, theirs)
+    optimizer.step()
+    waits: list[bool] = []
+    optimizer.param_groups[0]["lr"] = 1e-4
+    with Copies():
+        optimizer.refresh()
+    assert waits == [False, False], "the rates and the decays"
 
 
 def test_torch_adamw_continues_a_state_of_ours():

@@ -45,8 +45,11 @@ def session(run: Path, *, data: ToyData | None = None, hidden: int = 512, **sett
     return Session(config, build_parts(config, ToyModel(hidden=hidden), BatchSource(loader), ranks))
 
 
-def test_a_step_never_waits_for_the_device(tmp_path: Path) -> None:
-    one = session(tmp_path, probe_interval=0)
+@pytest.mark.parametrize("fused_optimizer", [False, True])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_step_never_waits_for_the_device(tmp_path: Path, schedule: str, fused_optimizer: bool) -> None:
+    pillars = PillarConfig(fused_optimizer=fused_optimizer)
+    one = session(tmp_path, probe_interval=0, schedule=schedule, pillars=pillars)
     for _ in range(5):
         one.engine.run_step()
     torch.cuda.synchronize()
