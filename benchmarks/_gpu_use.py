@@ -1,30 +1,34 @@
-"""GPU utilisation over time: the driver's samples with the moment each was read."""
+"""What the driver says about a GPU over time: its samples with the moment each was read."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from typing import Self
 
 
-class Utilisation:
-    """Share of time in which a kernel ran, as the driver samples it, every 0.1 s.
+class Samples:
+    """What the driver says about a GPU every 0.1 s.
 
-    A sample covers up to the second before it, so intervals should be longer than that.
+    Args:
+        fields: Names of ``nvidia-smi --query-gpu``, of numbers.
     """
 
-    def __init__(self) -> None:
-        self.samples: list[tuple[float, float]] = []
-        """(``time.perf_counter`` when read, share 0 to 1)."""
+    def __init__(self, *fields: str) -> None:
+        self._fields = fields
+        self.samples: list[tuple[float, tuple[float, ...]]] = []
+        """(``time.perf_counter`` when read, values in the order of the fields)."""
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Utilisation:
+    def __enter__(self) -> Self:
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=utilization.gpu"]
+        command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(self._fields)}"]
         command += ["--format=csv,noheader,nounits", "--loop-ms=100"]
         # Without the tool or a GPU there are no samples, and figures made of them are null.
         with contextlib.suppress(OSError):
@@ -39,7 +43,7 @@ class Utilisation:
         stream = self._process.stdout if self._process is not None else None
         for line in stream or ():
             with contextlib.suppress(ValueError):
-                self.samples.append((time.perf_counter(), float(line) / 100))
+                self.samples.append((time.perf_counter(), tuple(map(float, line.split(",")))))
 
     def __exit__(self, *error: object) -> None:
         if self._process is not None:
@@ -48,9 +52,24 @@ class Utilisation:
         if self._thread is not None:
             self._thread.join(timeout=10)
 
+    def medians(self, began: float, ended: float) -> tuple[float, ...] | None:
+        """Return the median of each field in an interval of ``time.perf_counter``, None without samples."""
+        found = [values for at, values in self.samples if began <= at <= ended]
+        return tuple(map(statistics.median, zip(*found, strict=True))) if found else None
+
+
+class Utilisation(Samples):
+    """Share of time in which a kernel ran, as the driver samples it.
+
+    A sample covers up to the second before it, so intervals should be longer than that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("utilization.gpu")
+
     def between(self, began: float, ended: float) -> list[float]:
-        """Return the samples read in an interval of ``time.perf_counter``."""
-        return [share for at, share in self.samples if began <= at <= ended]
+        """Return the shares, 0 to 1, read in an interval of ``time.perf_counter``."""
+        return [percent / 100 for at, (percent,) in self.samples if began <= at <= ended]
 
 
 def mean(values: Sequence[float]) -> float | None:

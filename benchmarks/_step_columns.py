@@ -43,15 +43,10 @@ COLUMNS = (
     "graph_4x4",
     "graph_fused",
     "graph_fused_compile",
-    "ours+adam",
-    "ours+adam+ahead",
     "ours+adam+ops+plain",
     "ours+adam+ops+plain+ahead",
-    "ours+adam+ops+plain+ahead+split",
-    "ours+adam+ops+plain+ahead+split+spare33",
-    "ours+adam+ops+plain+ahead+split+spare66",
-    "ours+adam+ahead+fp8",
-    "compile_regions_1x16",
+    "ours+adam+ops+plain+beside+ahead+spare66",
+    "ours+adam+ops+plain+ahead+spare66+fp8",
     "compile_1x16",
 )
 MIXED_COLUMNS = ("eager_1x16", "graph_fused_compile", "ours+masters")
@@ -84,7 +79,7 @@ class Bench:
     Attributes:
         device: ``cuda`` or ``cpu``.
         model: The model; columns work on shells of it.
-        window: Four micro-batches of four samples.
+        window: Four micro-batches, of four samples unless asked otherwise.
         autocast: Whether the trainable weights are float32, under autocast.
         joined: A shell whose sibling linear layers are joined, where a column asks for one. Joining moves
             weights, so it is done before anything takes their addresses.
@@ -156,15 +151,15 @@ def shell_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def make_bench(*, tiny: bool, device: str, mixed: bool, join: bool = False) -> Bench:
-    """Build the model and its samples; with ``join``, a shell with joined layers too."""
+def make_bench(*, tiny: bool, device: str, mixed: bool, join: bool = False, samples: int = SAMPLES) -> Bench:
+    """Build the model and micro-batches of ``samples``; with ``join``, a shell with joined layers too."""
     model = groot.build(tiny=tiny, device=device, masters=mixed)
     joined, saved = None, 0
     if join:
         joined = shell_of(model)
         # Joined in the frozen tower, queries, keys and values come out as parts that attention copies first.
         saved = join_linears(joined, HEAD_SIBLINGS).products_saved
-    window = [groot.micro_batch(SAMPLES, model=model, device=device, seed=i) for i in range(MICRO)]
+    window = [groot.micro_batch(samples, model=model, device=device, seed=i) for i in range(MICRO)]
     return Bench(
         device=device, model=model, window=window, autocast=mixed, joined=joined, products_saved=saved
     )

@@ -17,6 +17,7 @@ from types import FrameType
 import _common
 import _groot_full as groot
 import torch
+from _gpu_use import Samples
 from _step_columns import Bench, Column, Step, build
 
 WARM_STEPS = 5
@@ -25,6 +26,8 @@ TIMED_STEPS = 2
 PROFILED = 3
 """Steps in a profile."""
 GIB = 2**30
+WATCHED = ("clocks.sm", "power.draw")
+"""What the driver is asked during the rounds: a GPU at its power limit lowers its clocks."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Turn:
         ms: Milliseconds per step, one value per round; None where the round failed.
         host_ms: Milliseconds per step until the last one was handed to the device, one value per round.
         losses: Loss of the last step of every round.
+        clock_mhz: Median clock of the multiprocessors in every round in which the driver told it.
+        power_w: Median power, likewise.
     """
 
     name: str
@@ -48,6 +53,8 @@ class Turn:
     ms: list[float | None] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    clock_mhz: list[float] = field(default_factory=list)
+    power_w: list[float] = field(default_factory=list)
 
     def fill_row(self) -> None:
         """Put what was measured so far into the row."""
@@ -56,6 +63,9 @@ class Turn:
             self.row["steps"] = self.steps
             self.row["ms"] = _common.spread(known)
             self.row["host_ms"] = round(statistics.median(self.host_ms), 2)
+            for name, values in (("clock_mhz", self.clock_mhz), ("power_w", self.power_w)):
+                if values:
+                    self.row[name] = _common.spread(values)
             self.row["turns_ms"] = [round(v, 2) for v in known]
             self.row["turns_host_ms"] = [round(v, 2) for v in self.host_ms]
             self.row["turns_loss"] = [round(v, 4) for v in self.losses]
@@ -156,8 +166,9 @@ def clean(bench: Bench) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """What some steps took, and the loss of the last one."""
+    """What some steps took since ``time.perf_counter`` was ``began``, and the loss of the last one."""
 
+    began: float
     whole_s: float
     host_s: float
     loss: float
@@ -171,11 +182,18 @@ def timed(column: Column, steps: int, *, cuda: bool) -> Timed:
         loss = column.step()
     handed = time.perf_counter()
     wait(cuda)
-    return Timed(whole_s=time.perf_counter() - started, host_s=handed - started, loss=float(loss))
+    whole = time.perf_counter() - started
+    return Timed(began=started, whole_s=whole, host_s=handed - started, loss=float(loss))
 
 
-def take_turns(turns: Sequence[Turn], bench: Bench) -> None:
-    """Run one round: each column takes a few steps, one column after the other."""
+def take_turns(turns: Sequence[Turn], bench: Bench, gpu: Samples) -> None:
+    """Run one round: each column takes a few steps, one column after the other.
+
+    Args:
+        turns: The columns.
+        bench: What they share.
+        gpu: Samples of :data:`WATCHED`.
+    """
     cuda = bench.device == "cuda"
     bench.start_again()
     for turn in turns:
@@ -191,6 +209,10 @@ def take_turns(turns: Sequence[Turn], bench: Bench) -> None:
             turn.ms.append(took.whole_s / turn.steps * 1e3)
             turn.host_ms.append(took.host_s / turn.steps * 1e3)
             turn.losses.append(took.loss)
+            seen = gpu.medians(took.began, took.began + took.whole_s)
+            if seen is not None:
+                turn.clock_mhz.append(seen[0])
+                turn.power_w.append(seen[1])
         except Exception as error:
             turn.row["error"] = problem(error)
             turn.column = None

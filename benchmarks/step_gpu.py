@@ -1,7 +1,7 @@
 """One optimizer step of GR00T N1.6 over 16 samples: plain, fused, graphed, compiled, and the rivals.
 
-Every column takes the same model, the same 16 samples (4 micro-batches of 4), fused AdamW and gradient
-clipping, in one process on one GPU. Columns:
+Every column takes the same model, the same 16 samples (4 micro-batches of 4; other numbers by
+``--samples``), fused AdamW and gradient clipping, in one process on one GPU. Columns:
 
 * ``eager_4x4``, ``eager_1x16``: plain PyTorch, accumulated or as one batch;
 * ``fused_eager``: the four micro-batches in one pass;
@@ -23,7 +23,7 @@ All columns are prepared first (compiled, captured), the whole model's compile l
 minutes and may run out of time. Then they take turns of one second each (three steps at least), round after
 round, and a ratio is taken within each round: the host's speed drifts by a third within minutes, and with it
 everything that waits for the host. ``host_ms`` is what the host needs for a step: close to ``ms``, the step
-waits for the host.
+waits for the host. ``clock_mhz`` and ``power_w`` are the driver's: at its power limit a GPU slows down.
 Each row has milliseconds per step, peak memory, kernels, GPU time by family of kernels, and the gaps between
 kernels. A column that fails leaves its error in its row; the result is written after every step of the way,
 so that an interrupted run still has what was measured.
@@ -41,25 +41,27 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import _common
-from _step_columns import COLUMNS, MIXED_COLUMNS, Bench, make_bench
+from _gpu_use import Samples
+from _step_columns import COLUMNS, MIXED_COLUMNS, SAMPLES, Bench, make_bench
 from _step_equality import check_equality
-from _step_rounds import GIB, Deadline, Turn, limited, prepare, problem, profile, summarise, take_turns
+from _step_rounds import (
+    GIB,
+    WATCHED,
+    Deadline,
+    Turn,
+    limited,
+    prepare,
+    problem,
+    profile,
+    summarise,
+    take_turns,
+)
 
 PREPARE_S = 60.0
 """Seconds a column other than the compiled whole model may take to get ready."""
 ROUNDS_S = 75.0
 """Seconds that three rounds of all columns and their profiles take."""
-ESSENTIAL = frozenset(
-    {
-        "compile_regions_1x16",
-        "eager_4x4",
-        "eager_1x16",
-        "fused_eager",
-        "graph_fused_compile",
-        "ours+adam",
-        "ours+adam+ops+plain+ahead+split",
-    }
-)
+ESSENTIAL = frozenset({"eager_4x4", "eager_1x16", "fused_eager", "ours+adam+ops+plain+beside+ahead+spare66"})
 """Columns that the published figures need; the others use what time is left."""
 
 
@@ -112,6 +114,7 @@ def run(bench: Bench, columns: list[str], report: Report, deadline: Deadline, pr
     turns = report.turns.setdefault(precision, {})
     base = warm_stock(bench)
     with contextlib.ExitStack() as stack:
+        gpu = stack.enter_context(Samples(*WATCHED))
         for place, name in enumerate(columns):
             # The columns that figures need, and three rounds, must still fit behind this one.
             later = [after for after in columns[place + 1 :] if after in ESSENTIAL]
@@ -138,7 +141,7 @@ def run(bench: Bench, columns: list[str], report: Report, deadline: Deadline, pr
                 report.notes.append(f"{precision}: time for {number} of {args.rounds} rounds")
                 break
             before_s = deadline.left()
-            take_turns(list(turns.values()), bench)
+            take_turns(list(turns.values()), bench, gpu)
             round_s = before_s - deadline.left()
             shown = {name: round(turn.ms[-1], 1) for name, turn in turns.items() if turn.ms and turn.ms[-1]}
             report.say(f"round {number}: {shown}")
@@ -173,6 +176,7 @@ def arguments() -> ArgumentParser:
     )
     parser.add_argument("--budget-s", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--rounds", type=int, default=None, help="turns of each column, default 9 (quick: 3)")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="samples of each of the 4 micro-batches")
     parser.add_argument("--turn-s", type=float, default=1.0, help="seconds of a turn of every column")
     parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn at least")
     return parser
@@ -189,7 +193,7 @@ def main() -> None:
     deadline, report = Deadline(args.budget_s), Report(args)
     mixed = [name for name in args.mixed_columns.split(",") if name]
     join = any("join" in name.split("+") for name in args.columns.split(","))
-    bench = make_bench(tiny=args.tiny, device=device, mixed=False, join=join)
+    bench = make_bench(tiny=args.tiny, device=device, mixed=False, join=join, samples=args.samples)
     # The mixed columns, when asked for, get a fifth of the time.
     share = Deadline(deadline.left() * (0.8 if mixed else 1.0))
     if not args.no_check:
@@ -204,7 +208,13 @@ def main() -> None:
         del bench
         torch.cuda.empty_cache()
         try:
-            run(make_bench(tiny=args.tiny, device=device, mixed=True), mixed, report, deadline, "mixed")
+            run(
+                make_bench(tiny=args.tiny, device=device, mixed=True, samples=args.samples),
+                mixed,
+                report,
+                deadline,
+                "mixed",
+            )
         except Exception as error:
             report.notes.append(f"mixed failed: {problem(error)}")
     outcome = report.result()

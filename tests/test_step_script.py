@@ -135,3 +135,15 @@ def test_the_script_runs_from_end_to_end_and_a_bad_column_costs_only_its_row(tmp
     assert result["figures"]["vs_eager_4x4"] > 0
     assert result["figures"]["mixed_step_ms"] > 0
     assert any(note.startswith("equality: ") for note in result["notes"])
+
+
+def test_clocks_and_power_are_medians_of_the_samples_of_a_turn(rounds):
+    gpu = rounds.Samples(*rounds.WATCHED)
+    gpu.samples = [
+        (0.5, (1980.0, 120.0)),
+        (1.0, (1700.0, 690.0)),
+        (1.5, (1600.0, 695.0)),
+        (2.0, (1650.0, 680.0)),
+    ]
+    assert gpu.medians(0.9, 2.1) == (1650.0, 690.0)
+    assert gpu.medians(5.0, 6.0) is None
