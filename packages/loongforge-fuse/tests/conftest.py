@@ -1,10 +1,10 @@
-"""Where the tests of graphs run: on the CPU stand-in, and on a GPU where there is one."""
+"""Where tests run: graphs on the CPU stand-in and on a GPU where there is one, kernels in the simulator."""
 
 import copy
 
 import pytest
 import torch
-from loongforge_fuse import GraphConfig, GraphRunner
+from loongforge_fuse import GraphConfig, GraphRunner, ops
 from loongforge_fuse.testing import TinyVLA, tiny_batch
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -75,3 +75,24 @@ def place(request):
         torch.set_float32_matmul_precision("highest")
     yield Place(request.param)
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def poisoned():
+    """Fill memory that torch.empty returns with NaN, so that what a kernel leaves unwritten shows."""
+    torch.manual_seed(0)
+    ops.reset_op_counters()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def launched():
+    """Send launches to the simulator; the list of kernels that ran."""
+    # Here, because the simulator needs numba, and most tests do not.
+    from loongforge_fuse.kernels.simulator.operators import simulated_gpu
+
+    with simulated_gpu() as log:
+        yield log
+    assert not ops.op_counters()["fallbacks"], ops.op_counters()["fallbacks"]

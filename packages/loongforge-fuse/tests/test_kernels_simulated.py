@@ -18,22 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCES = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3, torch.float32: 3e-5}
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Fill memory that torch.empty returns with NaN, so that what a kernel leaves unwritten shows."""
-    torch.manual_seed(0)
-    ops.reset_op_counters()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def launched():
-    """Send launches to the simulator; the list of kernels that ran."""
-    with simulated_gpu() as log:
-        yield log
-    assert not ops.op_counters()["fallbacks"], ops.op_counters()["fallbacks"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def makers(log) -> set[str]:

@@ -17,14 +17,7 @@ CODES = {"u8": torch.uint8, "bf16": BF16, "f16": torch.float16, "f32": torch.flo
 HALF = [0.5, 0.4, 0.6]
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Fill memory that torch.empty returns with NaN, so that what a kernel leaves unwritten shows."""
-    torch.manual_seed(0)
-    ops.reset_op_counters()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def pixels_of(code: str, count: int, shift: int = 0) -> torch.Tensor:

@@ -20,22 +20,7 @@ BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Fill memory that torch.empty returns with NaN, so that what a kernel leaves unwritten shows."""
-    torch.manual_seed(0)
-    ops.reset_op_counters()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def launched():
-    """Send launches to the simulator; the list of kernels that ran."""
-    with simulated_gpu() as log:
-        yield log
-    assert not ops.op_counters()["fallbacks"], ops.op_counters()["fallbacks"]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
