@@ -19,7 +19,7 @@ MOST_UNREAD = 8
 """Steps that may wait for the device; the oldest is waited for beyond that, long after it was enqueued."""
 
 WRITE_EVERY_S = 0.25
-"""Seconds for which records of a GPU run are gathered, :data:`MOST_UNREAD` at most. After a step the processor's
+"""Seconds for which records of a GPU run are gathered, :data:`MOST_UNREAD` at most. After a step the CPU's
 caches hold anything but this code, so that several records cost little more than one."""
 MEMORY_EVERY_S = 1.0
 """Seconds between two looks at the allocator, whose statistics cost up to half a millisecond; the records in

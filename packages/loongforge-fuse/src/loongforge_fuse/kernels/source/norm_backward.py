@@ -43,6 +43,13 @@ def add_below(sums, others, lane, sub, row, threads, size):
 
 
 @cuda.jit(device=True, inline="always")
+def copy_pieces(copy, stage, run, source, at, pieces, block):
+    """Start to copy vector `at` to the runs of shared memory from `run` on: this thread's place in each."""
+    for p in range(pieces):
+        copy(stage, (run + p) * block + int64(cuda.threadIdx.x), source, at * pieces + p)
+
+
+@cuda.jit(device=True, inline="always")
 def turned_row(row, begin, rows, turned):
     """Return the row of a group that is number `row` when counting starts at `begin` and wraps around."""
     if turned:
@@ -181,12 +188,8 @@ def norm_backward(
                         c = lane + j * threads
                         if full or c < count:
                             at = ahead * count + c
-                            for p in range(pieces_x):
-                                place = (s * runs_x + j * pieces_x + p) * block + mine
-                                copy_x(stage_x, place, px, at * pieces_x + p)
-                            for p in range(pieces_y):
-                                place = (s * runs_y + j * pieces_y + p) * block + mine
-                                copy_y(stage_y, place, pd, at * pieces_y + p)
+                            copy_pieces(copy_x, stage_x, s * runs_x + j * pieces_x, px, at, pieces_x, block)
+                            copy_pieces(copy_y, stage_y, s * runs_y + j * pieces_y, pd, at, pieces_y, block)
                 close_copies(stage_x)
         for j in range(held_x):
             next_x[j] = uint32(0)
@@ -306,12 +309,12 @@ def norm_backward(
                         c = lane + j * threads
                         if full or c < count:
                             at = ahead * count + c
-                            for p in range(pieces_x):
-                                place = (stage * runs_x + j * pieces_x + p) * block + mine
-                                copy_x(stage_x, place, px, at * pieces_x + p)
-                            for p in range(pieces_y):
-                                place = (stage * runs_y + j * pieces_y + p) * block + mine
-                                copy_y(stage_y, place, pd, at * pieces_y + p)
+                            copy_pieces(
+                                copy_x, stage_x, stage * runs_x + j * pieces_x, px, at, pieces_x, block
+                            )
+                            copy_pieces(
+                                copy_y, stage_y, stage * runs_y + j * pieces_y, pd, at, pieces_y, block
+                            )
                 close_copies(stage_x)
                 stage = stage + 1 if stage + 1 < stages else 0
             if live:
