@@ -61,7 +61,7 @@ def test_plans_and_launch_order_are_identical_on_1024_ranks() -> None:
                 deferred_first=False,
             )
             hooks = [
-                p.register_post_accumulate_grad_hook(lambda p, name=name, r=reducer: r.fired(name, p))
+                p.register_post_accumulate_grad_hook(lambda p, name=name, r=reducer: r.fired(name))
                 for name, p in model.named_parameters()
             ]
             used = model[: 1 + rank % 6]

@@ -36,6 +36,9 @@ class SchedulerConfig:
     """Seconds between heartbeats of the background thread; 0 starts no thread."""
     heartbeat_timeout_s: float = 10.0
     """Seconds without a heartbeat after which a rank counts as silent."""
+    device_times_every: int = 10
+    """On CUDA one synchronised backward of so many is timed by events (microseconds per bucket), and every
+    one while the plan is being learned; 0: only then."""
     heartbeat_every: int = 100
     """Optimizer steps between exchanges of per-rank timings (who is waited for); 0 never."""
     compress: Compression = "off"
@@ -76,7 +79,7 @@ class SchedulerConfig:
             ("buffers", BufferPolicy),
         ):
             _one_of(name, getattr(self, name), get_args(kind))
-        for name in ("rebuild_interval", "warmup_steps", "heartbeat_every"):
+        for name in ("rebuild_interval", "warmup_steps", "device_times_every", "heartbeat_every"):
             if getattr(self, name) < 0:
                 msg = f"{name} is {getattr(self, name)}, allowed are whole numbers >= 0 (0 turns it off)"
                 raise ValueError(msg)

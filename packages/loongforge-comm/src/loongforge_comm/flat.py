@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class FlatBucket:
     Attributes:
         index: launch position.
         names: parameters whose first element lies in this bucket; they are packed when it is launched.
+        views: their gradient views, in the same order.
         buffer: everything that is sent: gradients, use flags and, in the first bucket, the control word.
         flags: one element per entry of ``names``; after the reduction the share of ranks that had a gradient.
         control: one element in the first dense bucket, else empty; non-zero after the reduction when a rank
@@ -30,10 +31,10 @@ class FlatBucket:
 
     index: int
     names: tuple[str, ...]
+    views: tuple[Tensor, ...]
     buffer: Tensor
     flags: Tensor
     control: Tensor
-    host_flags: list[bool] = field(default_factory=list)
 
 
 class FlatStore:
@@ -90,14 +91,15 @@ class FlatStore:
             layout.append((bucket.index, begin, offset, names, flags_at))
         storage = torch.zeros(offset, dtype=dtype, device=device)
         self.nbytes += storage.numel() * dtype.itemsize
+        for name, start in starts.items():
+            spec = specs[name]
+            self.views[name] = storage.as_strided(spec.shape, spec.stride, start)
         for index, begin, end, names, flags_at in layout:
             self.buckets[index] = FlatBucket(
                 index=index,
                 names=names,
+                views=tuple(self.views[name] for name in names),
                 buffer=storage[begin:end],
                 flags=storage[flags_at : flags_at + len(names)],
                 control=storage[flags_at + len(names) : flags_at + len(names) + (1 if index == first else 0)],
             )
-        for name, start in starts.items():
-            spec = specs[name]
-            self.views[name] = storage.as_strided(spec.shape, spec.stride, start)

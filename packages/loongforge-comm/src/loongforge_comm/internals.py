@@ -88,6 +88,11 @@ def original_module(model: torch.nn.Module) -> torch.nn.Module | None:
     return inner if isinstance(inner, torch.nn.Module) else None
 
 
+def buffer_table(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, as it looks them up itself: replaced buffers appear in it."""
+    return module._buffers
+
+
 def ignore_in_stock_ddp(model: torch.nn.Module, names: list[str]) -> None:
     """Tell ``DistributedDataParallel`` to leave these parameters and buffers alone (its only way to do
     so).

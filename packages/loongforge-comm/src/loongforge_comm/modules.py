@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from loongforge_comm.agreement import Agreement
 from loongforge_comm.errors import PlanMismatchError
 from loongforge_comm.gradients import dense_stride, is_local
-from loongforge_comm.internals import flatten, unflatten
+from loongforge_comm.internals import buffer_table, flatten, unflatten
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -106,6 +106,27 @@ def _shared(model: nn.Module, local: Collection[str]) -> dict[str, Tensor]:
     return {**tensors, **{n: b for n, b in model.named_buffers() if not is_local(n, local)}}
 
 
-def shared_buffers(model: nn.Module, local: Collection[str]) -> list[Tensor]:
-    """The module buffers at this moment (looked up anew: forward may have replaced them by assignment)."""
-    return [b for n, b in model.named_buffers() if not is_local(n, local)]
+class SharedBuffers:
+    """The module buffers that follow rank 0.
+
+    The walk over the modules is done once, as in stock DDP; the tensors are looked up anew each time, because
+    forward may have replaced them by assignment.
+    """
+
+    def __init__(self, model: nn.Module, local: Collection[str]) -> None:
+        """``local``: patterns of parameters and buffers that stay per rank."""
+        self._local = tuple(local)
+        self._tables = [
+            (f"{prefix}." if prefix else "", buffer_table(module)) for prefix, module in model.named_modules()
+        ]
+
+    def now(self) -> list[Tensor]:
+        """The tensors at this moment, each once. O(modules)."""
+        found = {
+            id(buffer): buffer
+            for prefix, table in self._tables
+            if table
+            for name, buffer in table.items()
+            if buffer is not None and not is_local(prefix + name, self._local)
+        }
+        return list(found.values())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loongforge_comm import state as saved_state
 from loongforge_comm.config import SchedulerConfig
-from loongforge_comm.modules import broadcast_tensors, shared_buffers
+from loongforge_comm.modules import SharedBuffers, broadcast_tensors
 from loongforge_comm.reducer import Reducer
 from loongforge_comm.team import Team
 from loongforge_comm.watch import ModelWatch
@@ -23,6 +23,7 @@ class RankCalls(ABC):
     _model: nn.Module
     _team: Team
     _watch: ModelWatch | None
+    _buffers: SharedBuffers
 
     @abstractmethod
     def _ready_reducer(self) -> Reducer: ...
@@ -34,7 +35,7 @@ class RankCalls(ABC):
     def sync_buffers(self) -> None:
         """Copy rank 0's module buffers to all ranks now (before a checkpoint or an evaluation)."""
         if self.active:
-            buffers = shared_buffers(self._model, self.config.local_parameters)
+            buffers = self._buffers.now()
             if buffers:
                 broadcast_tensors(buffers, self._team.channels.ring, self._team.ranks[0])
 

@@ -87,9 +87,6 @@ class ReadyTimes:
         self._at: dict[str, float] = {}
         self._events: dict[str, Mark] = {}
 
-    def __len__(self) -> int:
-        return len(self._at)
-
     def note(self, name: str, now: float, *, event: bool) -> None:
         """A gradient is ready; with ``event`` the current CUDA stream marks it as well."""
         self._at[name] = now

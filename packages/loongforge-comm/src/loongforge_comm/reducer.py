@@ -21,9 +21,6 @@ from loongforge_comm.packing import pack, publish
 from loongforge_comm.plan import CommPlan
 from loongforge_comm.records import BackwardRecord, DeviceTimes, ReadyTimes
 
-DEVICE_TIMES_EVERY = 10
-"""On CUDA every tenth backward is timed by events, and every one while profiling: microseconds per bucket."""
-
 WaitBucket = Callable[[int, Flight], None]
 
 
@@ -37,6 +34,10 @@ class Reducer:
     * a parameter without a gradient here sends zeros, and its use flag says so to the others;
     * a parameter with a gradient on no rank keeps ``grad`` as it was (``None`` stays ``None``);
     * a gradient that changes after its bucket left is an error, not a wrong average.
+
+    A step that is bound by the host pays for every call made per gradient. :meth:`fired` therefore does two
+    subtractions; times of single gradients are taken only while ``profile`` is set, and everything else is
+    done once per bucket or once per backward.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Reducer:
         compress: bool,
         wait: WaitBucket,
         deferred_first: bool = True,
+        device_times_every: int = 10,
     ) -> None:
         self.plan = plan
         self.contributors = contributors
-        self.sync = True
         self.overlap = overlap
         self.request = False
         self.profile = False
@@ -71,7 +72,16 @@ class Reducer:
         for bucket in plan.buckets:
             for piece in bucket.pieces:
                 self._bucket_of.setdefault(piece.name, []).append(bucket.index)
-        self._sizes = [len({piece.name for piece in bucket.pieces}) for bucket in plan.buckets]
+        self._members = {
+            index: [self._parameters[name] for name in flat.names]
+            for index, flat in self._store.buckets.items()
+        }
+        # What each bucket waits for. One more than its gradients, which never comes, where something else
+        # sends it: sparse buckets, the place after the last bucket, and all buckets of a deferred backward.
+        sizes = [len({piece.name for piece in bucket.pieces}) for bucket in plan.buckets]
+        sparse = [bucket.strategy == "sparse" for bucket in plan.buckets]
+        self._to_wait_for = [*(n + held for n, held in zip(sizes, sparse, strict=True)), 1]
+        self._after_backward = [*(n + 1 for n in sizes), 1]
         self._fires_expected = {spec.name: spec.fires for spec in plan.gradients}
         self._sparse = {spec.name for spec in plan.gradients if spec.sparse}
         self._deferred = deferred_first
@@ -81,6 +91,7 @@ class Reducer:
         }
         self._word = RequestWord()
         self._cuda = any(p.is_cuda for p in parameters.values())
+        self._device_times_every = device_times_every
         self._backwards = 0
         self._reset()
 
@@ -89,12 +100,14 @@ class Reducer:
     def _reset(self) -> None:
         self._armed = False
         self._callback_task = -1
+        self._counting = False
+        self._again = False
         self._next = 0
-        self._waiting = list(self._sizes)
-        self._fired: dict[str, int] = {}
+        self._waiting = self._after_backward
+        self._left = dict(self._fires_expected)
         self._ready = ReadyTimes()
         self._flights: dict[int, Flight] = {}
-        self._used: dict[str, bool] = {}
+        self._missing: dict[int, list[int]] = {}
         self._record = BackwardRecord()
 
     @property
@@ -123,42 +136,52 @@ class Reducer:
 
     def _begin(self, *, deferred: bool) -> BackwardRecord:
         record = BackwardRecord(begin=time.perf_counter(), deferred=deferred, on_device=self._cuda)
+        self._waiting = list(self._after_backward if deferred else self._to_wait_for)
         self._backwards += 1
-        if (
-            self._cuda
-            and (self.profile or self._backwards % DEVICE_TIMES_EVERY == 0)
-            and not self._capturing()
-        ):
+        every = self._device_times_every
+        wanted = self.profile or (every > 0 and self._backwards % every == 0)
+        if self._cuda and wanted and not self._capturing():
             record.device = DeviceTimes(begin=cuda_event())
         return record
 
-    def carries(self, name: str) -> bool:
-        """Whether the plan averages this parameter."""
-        return name in self._bucket_of
-
-    def fired(self, name: str, parameter: Tensor) -> None:
+    def fired(self, name: str) -> None:
         """A gradient was accumulated (called by the parameter's hook)."""
-        if not self.sync:
-            return
         with self._lock:
-            if not self._armed or self._callback_task < 0:
-                self.arm()
-            now = time.perf_counter()
-            if not len(self._ready):
-                self._record.first_ready = now
-            count = self._fired[name] = self._fired.get(name, 0) + 1
-            self._ready.note(name, now, event=self.profile and parameter.is_cuda)
-            buckets = self._bucket_of[name]
-            if buckets[0] < self._next:
-                raise DivergentGradientError(self._fired_late(name, count, buckets[0]))
-            if self._record.deferred or count != self._fires_expected[name]:
+            try:
+                rest = self._left[name] - 1
+            except KeyError:
+                return  # the plan does not average this parameter
+            if not self._counting:
+                self._begin_counting(name)
+            self._left[name] = rest
+            if rest:
+                if rest < 0:
+                    self._fired_again(name)
                 return
-            for index in buckets:
-                self._waiting[index] -= 1
-            while self._next < len(self._waiting) and self._waiting[self._next] <= 0:
-                if self.plan.buckets[self._next].strategy == "sparse":
-                    break
+            waiting = self._waiting
+            for index in self._bucket_of[name]:
+                waiting[index] -= 1
+            while waiting[self._next] <= 0:
                 self._launch(self._next)
+
+    def _begin_counting(self, name: str) -> None:
+        """What is done once per backward, or per gradient while profiling or inside a nested backward."""
+        if not self._armed or self._callback_task < 0:
+            self.arm()
+        now = time.perf_counter()
+        if not self._record.first_ready:
+            self._record.first_ready = now
+        if self.profile:
+            self._ready.note(name, now, event=self._parameters[name].is_cuda)
+        self._counting = self._callback_task >= 0 and not self.profile
+
+    def _fired_again(self, name: str) -> None:
+        """More often than expected: too late if its bucket is on the way, else something to learn."""
+        self._again = True
+        bucket = self._bucket_of[name][0]
+        if bucket < self._next:
+            count = self._fires_expected[name] - self._left[name]
+            raise DivergentGradientError(self._fired_late(name, count, bucket))
 
     def _fired_late(self, name: str, count: int, bucket: int) -> str:
         return (
@@ -196,10 +219,8 @@ class Reducer:
             self._note_spans(record)
             self.last = record
             self.last_ready = self._ready.relative(record.begin)
-            if not record.captured and self._fired:
-                self._fires_expected.update({n: max(c, 1) for n, c in self._fired.items() if self._deferred})
-                self._raise_expected()
-                self._deferred = False
+            if not record.captured and record.first_ready:
+                self._learn_fires()
         finally:
             self._reset()
         if self.on_finish is not None:
@@ -207,7 +228,7 @@ class Reducer:
         return record
 
     def _send_rest(self) -> None:
-        while self._next < len(self._sizes):
+        while self._next < len(self.plan.buckets):
             if self.plan.buckets[self._next].strategy == "sparse":
                 self._reduce_sparse(self._next)
             else:
@@ -220,10 +241,16 @@ class Reducer:
             if record.device is not None and flight.start_event is not None and flight.done_event is not None:
                 record.device.spans[index] = (flight.start_event, flight.done_event)
 
-    def _raise_expected(self) -> None:
-        for name, count in self._fired.items():
-            if count > self._fires_expected[name]:
-                self._fires_expected[name] = count
+    def _learn_fires(self) -> None:
+        """How often each gradient was accumulated: all after the first backward, later only what is more."""
+        if not (self._deferred or self._again):
+            return
+        expected = self._fires_expected
+        for name, left in self._left.items():
+            count = expected[name] - left
+            if count > expected[name] or (self._deferred and count > 0):
+                expected[name] = count
+        self._deferred = False
 
     def reduce_now(self) -> BackwardRecord:
         """Average the gradients that exist now; tensors in ``grad`` keep their identity and address."""
@@ -256,10 +283,9 @@ class Reducer:
             side.wait_stream(torch.cuda.current_stream(flat.buffer.device))
         average = self._backend_averages(index)
         with torch.cuda.stream(side) if side is not None else nullcontext():
-            self._used |= pack(
+            self._missing[index] = pack(
                 flat,
-                self._parameters,
-                self._store.views,
+                self._members[index],
                 scale=1.0 if average else 1.0 / self.contributors,
                 request=self.request,
             )
@@ -295,8 +321,8 @@ class Reducer:
     # ---- results
 
     def _publish(self, *, captured: bool) -> None:
-        for flat in self._store.buckets.values():
-            publish(flat, self._parameters, self._store.views, self._used, captured=captured)
+        for index, flat in self._store.buckets.items():
+            publish(flat, self._members[index], self._missing[index], captured=captured)
             if flat.control.numel() and not captured:
                 self._word.read(flat.control)
 

@@ -15,7 +15,7 @@ from loongforge_comm import state as saved_state
 from loongforge_comm.config import SchedulerConfig, check_strategy
 from loongforge_comm.gradients import refuse_compiled, trainable_parameters
 from loongforge_comm.link import LinkModel
-from loongforge_comm.modules import broadcast_model, check_same_model
+from loongforge_comm.modules import SharedBuffers, broadcast_model, check_same_model
 from loongforge_comm.plan import CommPlan
 from loongforge_comm.planning import Planning
 from loongforge_comm.rank_calls import RankCalls
@@ -104,6 +104,7 @@ class GradientScheduler(RankCalls):
         config, local = self.config, self.config.local_parameters
         self._team = Team(process_group, config)
         check_same_model(self._model, self._team.agreement, local)
+        self._buffers = SharedBuffers(self._model, local)
         self._planning = Planning(self._model, self._team, config, link, ready_ms)
         if config.broadcast_initial:
             broadcast_model(self._model, self._team.channels.ring, self._team.ranks[0], local)
@@ -157,11 +158,11 @@ class GradientScheduler(RankCalls):
 
     def _ready_reducer(self) -> Reducer:
         if self._reducer is None:
-            self._reducer = self._use(self._plan or self._planning.first())
+            return self._use(self._plan or self._planning.first())
         return self._reducer
 
     def _use(self, plan: CommPlan) -> Reducer:
-        """Check the plan against the model and the other ranks, then build buffers for it."""
+        """Check the plan against the model and the other ranks, build its buffers, lead the hooks there."""
         local = self.config.local_parameters
         saved_state.check_plan_fits(plan, self._model, local, len(self._team.ranks))
         self._team.agreement.require_equal("communication plan", plan.hash, "load one plan on all ranks")
@@ -175,15 +176,21 @@ class GradientScheduler(RankCalls):
             compress=self.config.compress == "bf16",
             wait=self._team.waiter.wait,
             deferred_first=old is None and plan.source != "measured",
+            device_times_every=self.config.device_times_every,
         )
-        reducer.sync = self._watch.sync if self._watch is not None else True
         reducer.on_sent = self._team.waiter.sent
         reducer.on_finish = self._finished
         reducer.profile = self._planning.profiling(self._steps)
         self._team.waiter.plan = plan
         self._plan = plan
         self._reporting.use_plan(plan)
+        self._take(reducer)
         return reducer
+
+    def _take(self, reducer: Reducer | None) -> None:
+        self._reducer = reducer
+        if self._watch is not None:
+            self._watch.aim()
 
     def _finished(self, record: BackwardRecord) -> None:
         self._reporting.add(record)
@@ -197,7 +204,7 @@ class GradientScheduler(RankCalls):
         plan = self._planning.remake(
             self._reducer.plan, self._reducer.fires(), telemetry, step=self._steps, reason=reason
         )
-        self._reducer = self._use(plan)
+        self._use(plan)
 
     # ---- during a step
 
@@ -205,19 +212,9 @@ class GradientScheduler(RankCalls):
     def no_sync(self) -> Iterator[None]:
         """Accumulate locally: backward inside the context sends nothing."""
         stock = self.module.no_sync() if isinstance(self.module, DistributedDataParallel) else nullcontext()
-        before = self._watch.sync if self._watch is not None else True
-        self._set_sync(wanted=False)
-        try:
-            with stock:
-                yield
-        finally:
-            self._set_sync(wanted=before)
-
-    def _set_sync(self, *, wanted: bool) -> None:
-        if self._watch is not None:
-            self._watch.sync = wanted
-        if self._reducer is not None:
-            self._reducer.sync = wanted
+        own = self._watch.quiet() if self._watch is not None else nullcontext()
+        with own, stock:
+            yield
 
     def reduce_now(self) -> None:
         """Average the gradients that exist now, by the same buckets (after a CUDA graph replay, or by hand).
@@ -379,7 +376,7 @@ class GradientScheduler(RankCalls):
                 raise
             return
         self._planning.link = loaded.link
-        self._reducer = None
+        self._take(None)
         self._plan = loaded.plan
         if self.config.mode == "plan-only":
             self._wrap_stock()
