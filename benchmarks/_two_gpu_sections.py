@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _two_gpu_checks import QUIET, correctness, device, forced, graph_replay, link, wait_device
-from _two_gpu_speed import full_correctness, full_model, speed
+from _two_gpu_speed import MANY_SAMPLES, full_batches, full_correctness, full_model, speed
 from comm_netns import Net
 from loongforge_comm import GradientScheduler, RankFailureError, SchedulerConfig
 from torch import nn
@@ -55,7 +55,7 @@ def section_main(part: Part, options: argparse.Namespace) -> None:
 
 
 def section_full(part: Part, options: argparse.Namespace) -> None:
-    """The full model: correctness over 5 steps, speed with accumulation 1 and 4."""
+    """The full model: correctness over 5 steps, speed with accumulation 1 and 4, bound by host and by GPU."""
     small = options.backend == "gloo"
     made: list[tuple[nn.Module, list[object]]] = []
 
@@ -70,11 +70,17 @@ def section_full(part: Part, options: argparse.Namespace) -> None:
     part("build", build)
     if not made:
         return
-    repeat = 3 if small else 5 if options.quick else 8
     part("correctness", lambda: full_correctness(*made[0], steps=2 if small else 5))
-    passes = 1 if small else 2
-    part("accumulation_1", lambda: speed(*made[0], 1, repeat, passes=passes))
-    part("accumulation_4", lambda: speed(*made[0], 4, max(passes, repeat // 2), passes=passes))
+    net, batches = made[0]
+    # Seconds for the passes of a part; a dry run makes two.
+    share = 0.0 if small else 0.5 if options.quick else 1.0
+    part("accumulation_1", lambda: speed(net, batches, 1, windows=1 if small else 2, seconds=32 * share))
+    part("accumulation_4", lambda: speed(net, batches, 4, windows=1, seconds=48 * share))
+    many: list[object] = []
+    part("many_samples", lambda: many.extend(full_batches(net, 3 if small else MANY_SAMPLES)))
+    if many:
+        part("gpu_bound_1", lambda: speed(net, many, 1, windows=1 if small else 2, seconds=28 * share))
+        part("gpu_bound_4", lambda: speed(net, many, 4, windows=1, seconds=40 * share))
 
 
 def section_fault(part: Part, options: argparse.Namespace) -> None:
@@ -153,7 +159,7 @@ def section_sockets(part: Part, options: argparse.Namespace) -> None:
     net = Net(width=128 if small else 512).to(device())
     x = torch.randn(64 if small else 4096, 64, device=device())
     part("link", link)
-    part("sockets", lambda: speed(net, [x], 1, 2 if small else 6, passes=1 if small else 2))
+    part("sockets", lambda: speed(net, [x], 1, windows=2, seconds=0 if small else 10))
 
 
 def section_slow(part: Part, options: argparse.Namespace) -> None:
@@ -162,7 +168,7 @@ def section_slow(part: Part, options: argparse.Namespace) -> None:
     net = Net(width=128 if small else 512).to(device())
     x = torch.randn(64 if small else 65536, 64, device=device())
     part("link", link)
-    part("slow", lambda: speed(net, [x], 1, 2 if small else 6, passes=1 if small else 2))
+    part("slow", lambda: speed(net, [x], 1, windows=2, seconds=0 if small else 40))
 
 
 SECTIONS: dict[str, Callable[[Part, argparse.Namespace], None]] = {

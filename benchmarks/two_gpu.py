@@ -25,7 +25,7 @@ from _two_gpu_sections import SECTIONS, Part
 from _two_gpu_slow_link import RATES, limited_loopback
 from loongforge_comm.testing import free_port
 
-LIMITS_S = {"main": 120, "full": 200, "kill": 40, "stop": 40, "algorithms": 40, "sockets": 60, "slow": 80}
+LIMITS_S = {"main": 120, "full": 230, "kill": 40, "stop": 40, "algorithms": 40, "sockets": 60, "slow": 80}
 SPEED_KEYS = ("vs_default", "vs_best", "vs_find_unused", "vs_static_graph", "overlap", "overlap_by_events")
 ONE_RANK = ("kill", "stop")
 """Sections whose second rank never ends by itself."""
@@ -119,7 +119,7 @@ def figures(sections: dict[str, dict[str, object]]) -> dict[str, object]:
         gaps = [v for v in result("main", f"correctness_{kind}").values() if isinstance(v, float)]
         flat[f"largest_gap_{kind}"] = max(gaps) if gaps else None
     flat["largest_gap_full_bf16"] = result("full", "correctness").get("largest_gap")
-    for name in ("accumulation_1", "accumulation_4"):
+    for name in ("accumulation_1", "accumulation_4", "gpu_bound_1", "gpu_bound_4"):
         for key in (*SPEED_KEYS, "exposed_ms", "model_error"):
             flat[f"{name}_{key}"] = result("full", name).get(key)
     for name in ("sockets", "slow"):
@@ -131,6 +131,14 @@ def figures(sections: dict[str, dict[str, object]]) -> dict[str, object]:
     for key, value in result("main", "graph_replay").items():
         flat[f"graph_{key}"] = value
     return flat
+
+
+def passes(sections: dict[str, dict[str, object]]) -> int:
+    """Most passes of a speed part; each part's own number stands in its result."""
+    results = [
+        entry["result"] for outcome in sections.values() for entry in outcome.get("parts", {}).values()
+    ]
+    return max((r.get("passes", 1) for r in results if isinstance(r, dict)), default=1)
 
 
 def rows_of(section: str, outcome: dict[str, object]) -> list[dict[str, object]]:
@@ -151,9 +159,9 @@ def rows_of(section: str, outcome: dict[str, object]) -> list[dict[str, object]]
 
 def _short(value: object) -> str:
     if isinstance(value, dict):
-        long = ("plan", "stats", "times_ms", "link", "sample", "groups")
+        long = ("plan", "stats", "times_ms", "link", "sample", "groups", *SPEED_KEYS, "overlaps_by_events")
         value = {k: v for k, v in value.items() if k not in long}
-    return json.dumps(value)[:400]
+    return json.dumps(value)[:1200]
 
 
 def arguments() -> argparse.Namespace:
@@ -193,7 +201,9 @@ def main() -> None:
         else:
             sections[section] = run_section(section, options, min(LIMITS_S[section], left))
             rows += rows_of(section, sections[section])
-        outcome = _common.result("two_gpu", rows=rows, figures=figures(sections), repetitions=8)
+        outcome = _common.result(
+            "two_gpu", rows=rows, figures=figures(sections), repetitions=passes(sections)
+        )
         outcome["sections"] = sections
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)

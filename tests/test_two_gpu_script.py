@@ -31,9 +31,12 @@ def test_every_section_runs_on_gloo(tmp_path: Path) -> None:
     assert figures["largest_gap_full_bf16"] == 0.0
     assert figures["kill_named"] is True
     assert figures["stop_named"] is True
-    for accumulation in (1, 4):
-        part = result["sections"]["full"]["parts"][f"accumulation_{accumulation}"]["result"]
+    for name in ("accumulation_1", "accumulation_4", "gpu_bound_1", "gpu_bound_4"):
+        part = result["sections"]["full"]["parts"][name]["result"]
         columns = set(part["medians_ms"]) | set(part["failed"])
         wanted = {"ddp default", "ddp cap 5", "ddp cap 100", "ddp static_graph", "ddp find_unused", "ours"}
         assert wanted <= columns
         assert "ours" not in part["not_averaged"]
+        assert part["passes"] == part["ratios"]["vs_default"]["n"] == 2
+        assert figures[f"{name}_vs_default"] == part["ratios"]["vs_default"]["median"]
+        assert figures[f"{name}_overlap_by_events"] is not None
