@@ -1,17 +1,19 @@
 """What records, guards, watchdog and control cost, and what a client of a live run costs.
 
 Records: the step of the recipe gr00t_n1_6_tiny (on the GPU where there is one) over batches made
-beforehand, in short blocks with and without records, in the order A B B A; each pair of neighbours gives
-one ratio, of processor time on the CPU and of the wall clock on a GPU. The direct cost in microseconds is
-taken the same way on a step so small that hardly anything else is left of it.
+beforehand, with and without records in turns (`_record_pairs.py`): each 16 steps give one ratio, of processor
+time on the CPU and of the wall clock on a GPU, and the figure is the trimmed mean of the ratios. Beside it
+stands the ratio of the training thread's processor time, which sees less of what else the machine does. The
+direct cost in microseconds is taken the same way on a step so small that hardly anything else is left of it;
+what single operations of a record cost right after such a step stands in rows of its own.
 
 Clients: two ranks under torchrun train; a client attaches to the ranks in turn (status, then a profile),
 detaches, and lets as much time pass, 50 times. Steps that lie wholly inside a span are compared with those
 of its neighbour, and so is the processor time that both ranks used.
 
-Figures: record_overhead (share of the step), record_cost_us, attach_overhead (share by which a step is
-longer while a client is attached), attaches; each overhead with its 95 % interval (bootstrap over pairs)
-beside it.
+Figures: record_overhead (share of the step), record_processor_share, record_cost_us, attach_overhead (share
+by which a step is longer while a client is attached), attaches; each with its 95 % interval (bootstrap over
+pairs) beside it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from _common import finish, parser, result, spread
-from loongforge.clock import StepClock
+from _record_pairs import Pair, interval, part_costs, take_pairs, trimmed_mean
 from loongforge.config import CheckpointConfig, TrainConfig
 from loongforge.control.client import ask
 from loongforge.control.paths import socket_of
@@ -51,22 +52,8 @@ from torch import nn
 
 Rows = list[dict[str, object]]
 Figures = dict[str, float | int | str | None]
-Cost = tuple[float, float]
-"""Milliseconds per step: wall clock, processor time."""
-
-
-class NoClock(StepClock):
-    """A clock that measures nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.device("cpu"))
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time nothing."""
-        yield
-
-    host_phase = phase
+Step = tuple[float, float]
+"""Milliseconds per step: wall clock, processor time of both ranks."""
 
 
 def data_set(folder: Path) -> Path:
@@ -117,52 +104,9 @@ def open_session(run: Path, model: nn.Module, ready: list[object], device: torch
     return session
 
 
-def timed(session: Session, steps: int, device: torch.device) -> Cost:
-    """Return milliseconds per step of a block: wall clock, and processor time of this thread."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began, used = time.perf_counter(), time.thread_time()
-    for _ in range(steps):
-        session.engine.run_step()
-        session.watchdog.beat(session.engine.at.step)
-        session._at_border()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / steps, 1e3 * (time.thread_time() - used) / steps
-
-
-def drop(*_: object, **__: object) -> None:
-    """Record nothing: no counting of samples, no counters of the pillars, no record, no sinks."""
-
-
-def with_and_without(
-    session: Session, device: torch.device, *, pairs: int, steps: int
-) -> list[tuple[Cost, Cost]]:
-    """Return the cost (with records, without) of neighbouring blocks, in the order A B B A."""
-    record = session.engine._record
-    timed(session, steps, device)
-    found = []
-    for number in range(pairs):
-        block = {}
-        for bare in (True, False) if number % 2 else (False, True):
-            session.engine._record = drop if bare else record
-            session.engine.new_clock = NoClock if bare else StepClock
-            block[bare] = timed(session, steps, device)
-        found.append((block[False], block[True]))
-    session.engine._record, session.engine.new_clock = record, StepClock
-    return found
-
-
-def one_clock(pairs: Sequence[tuple[Cost, Cost]], which: int) -> list[tuple[float, float]]:
-    """Return the pairs by wall clock (0) or by processor time (1)."""
-    return [(with_records[which], without[which]) for with_records, without in pairs]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by bootstrap."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[1949]
+def one_clock(pairs: Sequence[Pair], name: str) -> list[tuple[float, float]]:
+    """Return the pairs by one clock: wall or processor."""
+    return [(getattr(with_records, name), getattr(without, name)) for with_records, without in pairs]
 
 
 def worker(folder: Path) -> None:
@@ -244,7 +188,7 @@ def attach(run: Path, *, rounds: int, span_s: float) -> list[tuple[Span, Span]]:
     return spans
 
 
-def step_in(span: Span, steps: Sequence[tuple[float, float]]) -> Cost | None:
+def step_in(span: Span, steps: Sequence[tuple[float, float]]) -> Step | None:
     """Return (median time, processor time of both ranks) of a step that lies inside a span, milliseconds."""
     inside = [ms for ended, ms in steps if span.began <= ended - 1e-3 * ms and ended <= span.ended]
     if not inside:
@@ -253,7 +197,7 @@ def step_in(span: Span, steps: Sequence[tuple[float, float]]) -> Cost | None:
     return median, span.processor / (span.ended - span.began) * statistics.mean(inside)
 
 
-def attach_pairs(folder: Path, *, quick: bool) -> list[tuple[Cost, Cost]]:
+def attach_pairs(folder: Path, *, quick: bool) -> list[tuple[Step, Step]]:
     """Return the cost of a step (attached, alone) of each round."""
     with two_ranks(folder) as run:
         spans = attach(run, rounds=10 if quick else 50, span_s=0.8)
@@ -262,10 +206,14 @@ def attach_pairs(folder: Path, *, quick: bool) -> list[tuple[Cost, Cost]]:
     return [(a, b) for a, b in found if a is not None and b is not None]
 
 
-def share_rows(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[dict[str, object], Figures]:
+def share_rows(
+    name: str,
+    pairs: Sequence[tuple[float, float]],
+    middle: Callable[[Sequence[float]], float] = statistics.median,
+) -> tuple[dict[str, object], Figures]:
     """Return the row and the figures of one overhead."""
     ratios = [a / b - 1 for a, b in pairs]
-    low, high = interval(ratios)
+    low, high = interval(ratios, middle)
     row = {
         "what": name,
         "pairs": len(pairs),
@@ -275,7 +223,7 @@ def share_rows(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[dict[st
         "interval": f"[{low:.4f}, {high:.4f}]",
     }
     figures: Figures = {
-        f"{name}_overhead": statistics.median(ratios),
+        f"{name}_overhead": middle(ratios),
         f"{name}_low": low,
         f"{name}_high": high,
     }
@@ -285,28 +233,46 @@ def share_rows(name: str, pairs: Sequence[tuple[float, float]]) -> tuple[dict[st
 def measure_records(folder: Path, device: torch.device, *, quick: bool) -> tuple[Rows, Figures]:
     """Return rows and figures of what records cost."""
     # On the CPU records cost processor time and nothing else, and that does not see what else runs here.
-    clock = 1 if device.type == "cpu" else 0
+    clock = "processor" if device.type == "cpu" else "wall"
     model, ready, what = recipe_batches(folder, 8)
     session = open_session(folder / "run", model, ready, device)
-    costs = with_and_without(session, device, pairs=12 if quick else 60, steps=6)
+    pairs = take_pairs(session, device, seconds=8 if quick else 48)
     session.close()
-    row, figures = share_rows("record", one_clock(costs, clock))
-    rows: Rows = [{**row, "model": what, "clock": ("wall", "processor time")[clock]}]
-    if clock:
-        wall, _ = share_rows("record, wall clock", one_clock(costs, 0))
-        rows.append({**wall, "model": what, "clock": "wall"})
-    step_ms = statistics.median(without for _, without in one_clock(costs, 0))
+    rows: Rows = []
+    found: dict[str, Figures] = {}
+    for name in ("wall", "processor"):
+        row, found[name] = share_rows("record", one_clock(pairs, name), trimmed_mean)
+        rows.append({**row, "model": what, "clock": name})
+    step_ms = statistics.median(without for _, without in one_clock(pairs, "wall"))
+    processor = found["processor"]
 
     model, ready = toy_batches(8, hidden=1)
     session = open_session(folder / "direct", model, ready, device)
-    costs = with_and_without(session, device, pairs=10 if quick else 40, steps=100)
+    direct = [
+        1e3 * (a - b) for a, b in one_clock(take_pairs(session, device, seconds=3 if quick else 12), clock)
+    ]
+    parts = part_costs(session, device, folder, rounds=20 if quick else 100)
     session.close()
-    direct = [1e3 * (a - b) for a, b in one_clock(costs, clock)]
-    rows.append({"what": "records on an empty step, us", "pairs": len(costs), "overhead": spread(direct)})
-    cost = statistics.median(direct)
+    low, high = interval(direct, trimmed_mean)
+    cost = trimmed_mean(direct)
+    rows.append(
+        {
+            "what": "records on an empty step, us",
+            "pairs": len(direct),
+            "overhead": spread(direct),
+            "interval": f"[{low:.1f}, {high:.1f}]",
+            "clock": clock,
+        }
+    )
+    rows += [{"what": f"{name}, us", "overhead": spread(values)} for name, values in parts.items()]
     return rows, {
-        **figures,
+        **found[clock],
+        "record_processor_share": processor["record_overhead"],
+        "record_processor_low": processor["record_low"],
+        "record_processor_high": processor["record_high"],
         "record_cost_us": cost,
+        "record_cost_low_us": low,
+        "record_cost_high_us": high,
         "record_cost_share": cost / 1e3 / step_ms,
         "step_ms": step_ms,
     }
@@ -315,8 +281,8 @@ def measure_records(folder: Path, device: torch.device, *, quick: bool) -> tuple
 def measure_clients(folder: Path, *, quick: bool) -> tuple[Rows, Figures]:
     """Return rows and figures of what clients of a live run cost."""
     pairs = attach_pairs(folder, quick=quick)
-    wall, figures = share_rows("attach", one_clock(pairs, 0))
-    processor, found = share_rows("attach_processor", one_clock(pairs, 1))
+    wall, figures = share_rows("attach", [(attached[0], alone[0]) for attached, alone in pairs])
+    processor, found = share_rows("attach_processor", [(attached[1], alone[1]) for attached, alone in pairs])
     rows: Rows = [{**wall, "clock": "wall"}, {**processor, "clock": "processor time of both ranks"}]
     name = "attach_processor_overhead"
     return rows, {**figures, name: found[name], "attaches": len(pairs)}

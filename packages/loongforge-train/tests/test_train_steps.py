@@ -16,7 +16,7 @@ from loongforge.errors import DataExhaustedError, NonFiniteError, SpikeError
 from loongforge.guards import Guard
 from loongforge.nvml import Utilisation
 from loongforge.ranks import Ranks
-from loongforge.recorder import MOST_UNREAD, PendingStep, Recorder
+from loongforge.recorder import MOST_GATHERED, PendingStep, Recorder
 from loongforge.records import FIELD_NAMES, StepRecord, drop_after, read_metrics
 from loongforge.session import Session, build_parts
 from loongforge.sources import BatchSource
@@ -359,18 +359,16 @@ def test_a_clock_gives_its_marks_back_once_the_next_step_was_read(monkeypatch: p
     device = torch.device("cuda", 7)
     first, second = StepClock(device), StepClock(device)
     for clock in (first, second):
-        with clock.phase("window"):
-            pass
+        clock.enter("forward")
         clock.finish()
-    assert len(made) == 8
-    assert second.since_ms(first) == 1.0
+    assert len(made) == 6
+    assert second.total_ms(first) == 1.0
     first.release()
     third = StepClock(device)
-    with third.phase("window"):
-        pass
+    third.enter("forward")
     third.finish()
-    assert len(made) == 8
-    assert third.device_ms("window") == 1.0
+    assert len(made) == 6
+    assert third.phases_ms() == {"data": 1.0, "forward": 1.0}
 
 
 def pending(step: int) -> PendingStep:
@@ -389,11 +387,11 @@ def test_records_are_gathered_for_a_while_and_written_in_order() -> None:
     recorder.listeners.append(lambda record, _: written.append(record.step))
     recorder.submit(pending(1))
     assert written == [1], "the first step shows at once"
-    for step in range(2, 2 + MOST_UNREAD - 1):
+    for step in range(2, 2 + MOST_GATHERED - 1):
         recorder.submit(pending(step))
     assert written == [1]
-    recorder.submit(pending(1 + MOST_UNREAD))
-    assert written == list(range(1, 2 + MOST_UNREAD))
+    recorder.submit(pending(1 + MOST_GATHERED))
+    assert written == list(range(1, 2 + MOST_GATHERED))
     recorder.submit(pending(50))
     recorder.submit(pending(51))
     recorder.flush()

@@ -125,8 +125,8 @@ def count_tokens(batch: object) -> int | None:
         return None
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.device.type == "cpu":
-        # numpy: a sum of torch's over so few numbers wakes all threads of its pool.
-        return int(mask.numpy().sum())
+        # Not by way of numpy, whose code no step has in the caches; torch sums so few numbers on this thread.
+        return int(mask.sum())
     ids = batch.get("input_ids")
     return int(ids.numel()) if isinstance(ids, Tensor) else None
 
@@ -136,8 +136,23 @@ def sample_ids(batch: object) -> list[int]:
     if isinstance(batch, Mapping):
         index = batch.get("index")
         if isinstance(index, Tensor) and index.device.type == "cpu":
-            return [int(value) for value in index.flatten().tolist()]
+            values = index.flatten().tolist()
+            return [int(value) for value in values] if index.is_floating_point() else values
     return []
+
+
+def tally(window: Sequence[object]) -> tuple[int | None, int | None, list[list[int]]]:
+    """Return samples, tokens and sample indices of a window of host batches.
+
+    A number is None where a micro-batch does not say it.
+    """
+    samples: int | None = 0
+    tokens: int | None = 0
+    for batch in window:
+        size, count = count_samples(batch), count_tokens(batch)
+        samples = None if size is None or samples is None else samples + size
+        tokens = None if count is None or tokens is None else tokens + count
+    return samples, tokens, [sample_ids(batch) for batch in window]
 
 
 def add_draws(model: nn.Module, batch: object, *, seed: int, epoch: int) -> object:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -15,94 +13,98 @@ _spare: defaultdict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
 
 
 class StepClock:
-    """Collects the phases of one step; resolved once the device has passed the last mark.
+    """Notes where the phases of one step begin; read once the device has passed the last mark.
 
-    On CUDA every mark is an event on the stream that is current at the beginning of the step: recording costs
-    microseconds and waits for nothing.
+    A phase ends where the next one begins, so that a border costs one mark and the phases add up to the step.
+    On CUDA a mark is an event on the stream that is current at the beginning of the step: recording it costs
+    microseconds and waits for nothing. The first phase is ``data``; phases of one name add up, and
+    ``forward`` is the whole window from its first to its last phase less the ``backward`` in it.
     """
 
+    __slots__ = ("_marks", "_names", "_spare", "_times", "began", "ended", "stream", "waited_s")
+
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.stream = torch.cuda.current_stream(device) if self._cuda else None
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         """The stream of the marks, None on the CPU."""
         self._spare = _spare[device if self.stream is None else self.stream.device]
-        self._taken: list[torch.cuda.Event] = []
-        self.began = time.perf_counter()
-        self.ended = self.began
-        self._host: dict[str, float] = {}
-        self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-        self._first = self._mark()
-        self.last_mark: torch.cuda.Event | None = None
+        self._names = ["data"]
+        self._marks: list[torch.cuda.Event] = []
+        self.began = self.ended = time.perf_counter()
+        self._times = [self.began]
+        self.waited_s: float | None = None
+        """Host seconds until the window was there."""
+        if self.stream is not None:
+            self._mark()
 
-    def _mark(self) -> torch.cuda.Event | None:
-        if not self._cuda:
-            return None
-        try:
-            event = self._spare.pop()
-        except IndexError:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _mark(self) -> None:
+        spare = self._spare
+        event = spare.pop() if spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self.stream)
-        self._taken.append(event)
-        return event
+        self._marks.append(event)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the device; phases of one name add up."""
-        start, host = self._mark(), time.perf_counter()
-        try:
-            yield
-        finally:
-            self._host[name] = self._host.get(name, 0.0) + time.perf_counter() - host
-            end = self._mark()
-            if start is not None and end is not None:
-                self._events.setdefault(name, []).append((start, end))
+    def have_window(self) -> None:
+        """Note that the host has the window: what follows is no wait for data."""
+        self.waited_s = time.perf_counter() - self.began
 
-    @contextmanager
-    def host_phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the host only."""
-        host = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._host[name] = self._host.get(name, 0.0) + time.perf_counter() - host
+    def enter(self, phase: str) -> None:
+        """End the present phase and begin another one."""
+        self._names.append(phase)
+        self._times.append(time.perf_counter())
+        if self.stream is not None:
+            self._mark()
 
     def finish(self) -> None:
         """Mark the end of the step."""
-        self.last_mark = self._mark()
+        if self.stream is not None:
+            self._mark()
         self.ended = time.perf_counter()
+        self._times.append(self.ended)
+
+    @property
+    def last_mark(self) -> torch.cuda.Event | None:
+        """The mark of the end of the step; None on the CPU and after :meth:`release`."""
+        return self._marks[-1] if self._marks else None
 
     def release(self) -> None:
         """Give the marks back; nothing of the device can be asked any more."""
-        self._spare.extend(self._taken)
-        self._taken.clear()
-        self._events.clear()
-        self._first = self.last_mark = None
+        self._spare.extend(self._marks)
+        self._marks.clear()
 
-    def host_ms(self, name: str) -> float:
-        """Host milliseconds spent in a phase."""
-        return 1e3 * self._host.get(name, 0.0)
+    def host_ms(self, *phases: str) -> float:
+        """Host milliseconds spent in phases."""
+        times = self._times
+        return 1e3 * sum(times[i + 1] - times[i] for i, name in enumerate(self._names) if name in phases)
 
-    def device_ms(self, name: str) -> float:
-        """Device milliseconds of a phase; on the CPU the host's."""
-        if not self._cuda:
-            return self.host_ms(name)
-        return sum(start.elapsed_time(end) for start, end in self._events.get(name, ()))
+    def host_wait_ms(self) -> float:
+        """Host milliseconds until the window was there."""
+        return self.host_ms("data") if self.waited_s is None else 1e3 * self.waited_s
 
-    def total_ms(self) -> float:
-        """Milliseconds from the first mark to the last, on the device's own clock where there is one."""
-        if self._first is not None and self.last_mark is not None:
-            return self._first.elapsed_time(self.last_mark)
-        return 1e3 * (self.ended - self.began)
+    def phases_ms(self) -> dict[str, float]:
+        """Return device milliseconds by phase; on the CPU the host's."""
+        found = dict.fromkeys(self._names, 0.0)
+        window: tuple[int, int] | None = None
+        for place, name in enumerate(self._names):
+            if name == "forward":
+                window = (place if window is None else window[0], place + 1)
+            else:
+                found[name] += self._between(place, place + 1)
+        if window is not None:
+            found["forward"] = max(0.0, self._between(*window) - found.get("backward", 0.0))
+        if self.stream is None:
+            found["data"] = self.host_wait_ms()
+        return found
 
-    def since_ms(self, previous: StepClock) -> float:
-        """Milliseconds from the end of the previous step to the end of this one."""
-        if previous.last_mark is not None and self.last_mark is not None:
-            return previous.last_mark.elapsed_time(self.last_mark)
-        return 1e3 * (self.ended - previous.ended)
+    def _between(self, first: int, last: int) -> float:
+        if self.stream is None:
+            return 1e3 * (self._times[last] - self._times[first])
+        return self._marks[first].elapsed_time(self._marks[last])
 
-    def stall_ms(self) -> float:
-        """Milliseconds the device (on the CPU: the host) stood still for data at the start of the step."""
-        copies = self._events.get("h2d")
-        if self._first is not None and copies:
-            return self._first.elapsed_time(copies[0][0])
-        return self.host_ms("data")
+    def total_ms(self, previous: StepClock | None = None) -> float:
+        """Milliseconds from the end of the previous step, or from this one's beginning, to its end.
+
+        On the device's own clock where there is one.
+        """
+        if self.stream is None:
+            return 1e3 * (self.ended - (self.began if previous is None else previous.ended))
+        first = previous.last_mark if previous is not None else None
+        return (first or self._marks[0]).elapsed_time(self._marks[-1])

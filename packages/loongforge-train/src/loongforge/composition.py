@@ -95,13 +95,9 @@ def build_parts(
         scaler=scaler,
         average=WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None,
         drop_ragged=config.drop_ragged,
-        before_optimizer=getattr(source.loader, "before_optimizer", _nothing),
+        before_optimizer=getattr(source.loader, "before_optimizer", None),
         keep_gradients=keeps_gradients(config, ranks),
     )
-
-
-def _nothing() -> None:
-    """Stand in for what a loader without work ahead would do."""
 
 
 def total_steps(config: TrainConfig, source: BatchSource) -> int:

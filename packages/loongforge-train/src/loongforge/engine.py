@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from loongforge.batches import add_draws, count_samples, count_tokens, count_valid, move, sample_ids
+from loongforge.batches import add_draws, count_valid, move, tally
 from loongforge.clock import StepClock
 from loongforge.ema import WeightAverage
 from loongforge.errors import NonFiniteError
@@ -59,7 +59,7 @@ class Parts:
     scaler: torch.amp.GradScaler | None = None
     average: WeightAverage | None = None
     drop_ragged: bool = False
-    before_optimizer: Callable[[], object] = lambda: None
+    before_optimizer: Callable[[], object] | None = None
     """Called between backward and optimizer: starts work that should run beside the optimizer."""
     documents: dict[str, str] = field(default_factory=dict)
     """JSON texts by file name that travel in the checkpoint, such as the module dependency graph."""
@@ -100,21 +100,25 @@ class StepEngine:
         """Do one optimizer step; return False when the data of the last epoch is used up."""
         parts = self.parts
         clock = self.new_clock(parts.ranks.device)
-        with clock.host_phase("data"):
-            window = self._collect()
+        window = self._collect()
         if window is None:
             return False
+        clock.have_window()
         agreed = self._agreed()
         with parts.memory.step(), self.around(self.at.step + 1):
-            with clock.phase("h2d"):
-                batches = [self._to_device(batch) for batch in window]
+            clock.enter("h2d")
+            batches = [self._to_device(batch) for batch in window]
+            clock.enter("forward")
             outcome = self._forward_backward(window, batches, clock, agreed)
             window = [host_of(batch) for batch in window]
-            parts.before_optimizer()
-            with clock.phase("comm"):
-                parts.parallel.finish()
-            with clock.phase("optimizer"):
-                norm, loss, bad = self._update(outcome, agreed)
+            if parts.before_optimizer is not None:
+                clock.enter("ahead")
+                parts.before_optimizer()
+            if parts.parallel.deferred:
+                clock.enter("comm")
+            parts.parallel.finish()
+            clock.enter("optimizer")
+            norm, loss, bad = self._update(outcome, agreed)
         clock.finish()
         self.at.step += 1
         self.at.last_step_ms = 1e3 * (clock.ended - clock.began)
@@ -212,14 +216,16 @@ class StepEngine:
         divisor = max(agreed.valid, 1.0) / parts.ranks.world_size if agreed.valid >= 0 else None
 
         def backward(loss: Tensor) -> None:
-            with clock.phase("backward"), torch.autocast(device, enabled=False):
+            clock.enter("backward")
+            with torch.autocast(device, enabled=False):
                 (loss if parts.scaler is None else parts.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            clock.enter("forward")
 
         def sync(last: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - the contract of the fuser
             together = last and not parts.parallel.deferred
             return nullcontext() if together else parts.parallel.no_sync()
 
-        with clock.phase("window"), self._autocast():
+        with self._autocast():
             whole = [with_frozen_part(b, m, parts.ranks.device) for b, m in zip(window, batches, strict=True)]
             return parts.runner.run(whole, backward=backward, divisor=divisor, sync=sync)
 
@@ -268,10 +274,8 @@ class StepEngine:
         bad: Tensor,
     ) -> None:
         parts = self.parts
-        samples = [count_samples(batch) for batch in window]
-        tokens = [count_tokens(batch) for batch in window]
-        total = sum(n for n in samples if n is not None) if None not in samples else None
-        self.at.samples += total or 0
+        samples, tokens, ids = tally(window)
+        self.at.samples += samples or 0
         parts.recorder.submit(
             PendingStep(
                 step=self.at.step,
@@ -279,13 +283,13 @@ class StepEngine:
                 time_unix=time.time(),
                 clock=clock,
                 loss=loss,
-                micro_losses=list(outcome.micro_losses),
+                micro_losses=outcome.micro_losses,
                 norm=norm,
                 skipped=bad,
                 lr=self._rate,
-                samples=total,
-                tokens=sum(n for n in tokens if n is not None) if None not in tokens else None,
-                sample_ids=[sample_ids(batch) for batch in window],
+                samples=samples,
+                tokens=tokens,
+                sample_ids=ids,
                 fused=outcome.fused,
                 fusion_reason=outcome.reason,
                 graph=getattr(outcome, "graph", None),

@@ -20,9 +20,9 @@ from loongforge.errors import DataExhaustedError, LoongForgeError, NonFiniteErro
 from loongforge.optim import ClippingOptimizer
 from loongforge.records import StepRecord
 
-READ_LAG = 9
-"""Steps after which every rank has certainly read a loss: the spike limit uses no newer one and is equal on
-all ranks."""
+READ_LAG = 16
+"""Steps after which every rank has certainly read a loss (the recorder has at most one less unread): the
+spike limit uses no newer one and is equal on all ranks."""
 SPIKE_WINDOW, SPIKE_LEAST = 64, 16
 
 
@@ -103,7 +103,7 @@ class Guard:
         if limit is not None and record.loss is not None and record.loss > limit:
             record.spike = True
             self.spikes += 1
-            if self.config.spike_action == "stop":
+            if self.config.spike_action == "stop" and self.failure is None:
                 self.failure = SpikeError(
                     f"step {record.step}: the loss is {record.loss:.4g}, above {limit:.4g} "
                     f"({self.config.spike_factor} x the running median); samples of this rank: "
@@ -119,7 +119,8 @@ class Guard:
         self.skipped_in_row += 1
         self.skipped_total += 1
         most = 1 if self.config.nonfinite == "stop" else self.config.max_skips
-        if self.skipped_in_row >= most and not record.spike:
+        # Of several steps that were read together, the first one that is too many says why.
+        if self.skipped_in_row >= most and not record.spike and self.failure is None:
             suspects = [
                 ids
                 for ids, loss in zip(sample_ids, record.micro_losses or [], strict=False)

@@ -24,7 +24,7 @@ from loongforge.composition import AUTOCAST, build_parts, total_or_none, total_s
 from loongforge.config import TrainConfig
 from loongforge.control.live import Live
 from loongforge.engine import Parts, StepEngine
-from loongforge.errors import CheckpointError, ConfigError, LoongForgeError
+from loongforge.errors import CheckpointError, ConfigError, LoongForgeError, NonFiniteError, SpikeError
 from loongforge.probe import operator_cost_us, probed
 from loongforge.records import METRICS_FILE, StepRecord, drop_after
 from loongforge.rundir import prepare
@@ -109,6 +109,10 @@ class Session:
                 self._loop(stop)
                 self.parts.recorder.flush()
                 self._final_checkpoint()
+            except (NonFiniteError, SpikeError):
+                # The steps behind the one that ended the run have run, and their records say how.
+                self.parts.recorder.flush()
+                raise
             finally:
                 self.close()
         return Result(
@@ -304,7 +308,9 @@ class Session:
     # -- records -----------------------------------------------------------------------------------
 
     def _open_sinks(self) -> None:
-        self._sinks.append(JsonlSink(self.run_dir))
+        lines = JsonlSink(self.run_dir, gather=True)
+        self._sinks.append(lines)
+        self.parts.recorder.rests.append(lines.flush)
         if self.ranks.rank == 0:
             self._sinks.append(TerminalSink(total=self.total, interval=self.config.log_interval))
         for name in self.config.sinks:

@@ -19,7 +19,7 @@ class Outcome(Protocol):
 
     @property
     def micro_losses(self) -> Sequence[float | Tensor]:
-        """Mean loss of each micro-batch."""
+        """Mean loss of each micro-batch: tensors that no later window writes into."""
         ...
 
     @property
@@ -93,7 +93,8 @@ class EagerWindow:
                 output = self._module(batch)
                 loss, mean = scaled_loss(output, divisor=divisor, window=len(window))
                 (backward or Tensor.backward)(loss)
-            losses.append(mean.detach())
+            # A loss of the module's own may lie where its next call writes, as behind a captured graph.
+            losses.append(mean.detach().clone() if mean is output.get("loss") else mean.detach())
             total = loss.detach() if total is None else total + loss.detach()
         if total is None:
             msg = "the window has 0 micro-batches: allowed is at least one; skip the step instead"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -162,15 +163,19 @@ class Live:
         self._in_training_thread(stop)
 
     def _bring_records(self) -> None:
-        """Let the training thread write the steps that have ended, where it comes to a border soon."""
-        written = threading.Event()
+        """Let the training thread write the steps that have ended, where it comes to a border soon.
 
-        def write() -> None:
-            self._owner.engine.parts.recorder.write_passed()
-            written.set()
+        On a GPU their values start on their way at one border, and have arrived at the next.
+        """
+        for _ in range(2):
+            written = threading.Event()
+            self._tasks.put(partial(self._write_records, written))
+            if not written.wait(RECORDS_TIMEOUT_S) or not self._owner.engine.parts.recorder.unread:
+                return
 
-        self._tasks.put(write)
-        written.wait(RECORDS_TIMEOUT_S)
+    def _write_records(self, written: threading.Event) -> None:
+        self._owner.engine.parts.recorder.write_passed()
+        written.set()
 
     def _in_training_thread(self, task: Callable[[], None]) -> None:
         done, failed = threading.Event(), []
