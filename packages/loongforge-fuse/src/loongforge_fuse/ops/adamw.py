@@ -15,7 +15,16 @@ from torch import Tensor
 from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.ops._common import CODES, fell_back, kernel
 from loongforge_fuse.ops.adamw_reference import reference_update
-from loongforge_fuse.ops.adamw_tables import Slot, Tables, Uploader, address_key, build_tables, prepare_spec
+from loongforge_fuse.ops.adamw_state import check_group, check_parameter, largest_step, restore_values
+from loongforge_fuse.ops.adamw_tables import (
+    Slot,
+    Tables,
+    Uploader,
+    address_key,
+    build_tables,
+    check_layouts,
+    prepare_spec,
+)
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -55,32 +64,46 @@ class FusedAdamW(torch.optim.Optimizer):
         master_weights: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        if not all(0.0 <= b < 1.0 for b in betas):
-            message = f"betas must be in [0, 1), got {betas}"
-            raise ValueError(message)
-        if (isinstance(lr, float | int) and lr < 0) or weight_decay < 0 or eps < 0:
-            message = f"lr, eps and weight_decay must not be negative, got {lr}, {eps}, {weight_decay}"
-            raise ValueError(message)
         if max_grad_norm is not None and max_grad_norm <= 0:
             message = f"max_grad_norm must be positive or None for no clipping, got {max_grad_norm}"
             raise ValueError(message)
         if state_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             message = f"state_dtype must be torch.float32, torch.bfloat16 or None, got {state_dtype}"
             raise ValueError(message)
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-        shared = {(tuple(g["betas"]), g["eps"]) for g in self.param_groups}
-        if len(shared) > 1:
-            message = f"betas and eps must be the same in all groups, got {sorted(shared)}"
-            raise ValueError(message)
         self.max_grad_norm = max_grad_norm
         self.master_weights = master_weights
         self.state_dtype = state_dtype
+        self._forget()
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+    def _forget(self) -> None:
+        """Start without tables on the device; state and settings stay."""
         self.grad_norm: Tensor | None = None
         self._tables: Tables | None = None
         self._uploader = Uploader()
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._sent: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
         self._step: Tensor | None = None
+        self._loaded: set[Tensor] = set()
+        """Parameters whose loaded masters were not yet compared with them."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for any optimizer; its betas and eps must be those of the others."""
+        check_group({**self.defaults, **param_group}, self.param_groups)
+        super().add_param_group(param_group)
+        # There is one rate and one decay a group on the device.
+        self._on_device, self._sent = None, ((), ())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: tables of addresses are its own."""
+        settings = {name: getattr(self, name) for name in ("max_grad_norm", "master_weights", "state_dtype")}
+        return {**super().__getstate__(), **settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state; a copy starts without tables."""
+        super().__setstate__(state)
+        if "_tables" not in self.__dict__:
+            self._forget()
 
     def _slots(self) -> list[Slot]:
         """Return the parameters that have a gradient, with their state, which is made at first sight."""
@@ -92,6 +115,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 state = self.state[param]
                 if "exp_avg" not in state:
                     self._new_state(param, state)
+                elif self._loaded and param in self._loaded:
+                    self._loaded.discard(param)
+                    self._agree(param, state)
                 slots.append(
                     Slot(
                         param, param.grad, state["exp_avg"], state["exp_avg_sq"], state.get("master"), number
@@ -99,10 +125,14 @@ class FusedAdamW(torch.optim.Optimizer):
                 )
         return slots
 
+    @staticmethod
+    def _agree(param: Tensor, state: dict[str, Tensor]) -> None:
+        """Take the parameter where a loaded master is of other weights: another optimizer trained them on."""
+        master = state["master"]
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+
     def _new_state(self, param: Tensor, state: dict[str, Tensor]) -> None:
-        if param.grad is not None and param.grad.is_sparse:
-            message = "FusedAdamW takes dense gradients only; use torch.optim.SparseAdam for this parameter"
-            raise ValueError(message)
+        check_parameter(param)
         kind = self.state_dtype or param.dtype
         state["exp_avg"] = torch.zeros_like(param, dtype=kind, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(param, dtype=kind, memory_format=torch.preserve_format)
@@ -112,9 +142,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _shared_step(self, device: torch.device) -> Tensor:
         if self._step is None:
-            known = [s["step"] for s in self.state.values() if "step" in s]
-            first = known[0] if known else torch.zeros(())
-            self._step = torch.as_tensor(first).detach().to(device=device, dtype=torch.float32).clone()
+            self._step = largest_step(list(self.state.values()), device)
             for state in self.state.values():
                 if "step" in state:
                     state["step"] = self._step
@@ -133,17 +161,32 @@ class FusedAdamW(torch.optim.Optimizer):
         return {**found, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Load a state; one of ``torch.optim.AdamW`` fits too, its largest step count is taken for all."""
-        super().load_state_dict(state_dict)
+        """Load a state; one of ``torch.optim.AdamW`` fits too, its largest step count is taken for all.
+
+        A master of other weights than the parameter has in the next step gives way to the parameter.
+
+        Raises:
+            ValueError: A group asks for what this optimizer does not have (``amsgrad``, ``maximize``, betas
+                or eps of its own); nothing is loaded then.
+        """
+        final: list[dict[str, Any]] = []
+
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            for group in loaded["param_groups"]:
+                check_group(group, loaded["param_groups"])
+            final.append(loaded)
+
+        # Hooks may change what is loaded; this one is the last of them.
+        last = self.register_load_state_dict_pre_hook(check)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
         self._tables, self._step, self._sent = None, None, ((), ())
-        for param, state in self.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                # The base class casts state to the parameter's type; keep the type asked for.
-                kind = self.state_dtype or param.dtype
-                if name in state and state[name].dtype != kind:
-                    state[name] = state[name].to(kind)
-            if "master" in state and state["master"].dtype != torch.float32:
-                state["master"] = state["master"].float()
+        restore_values(
+            final[0], self.param_groups, self.state, kind=self.state_dtype, masters=self.master_weights
+        )
+        self._loaded = {param for param, state in self.state.items() if "master" in state}
         if self.state:
             # Made now: inside a graph capture every replay would copy the loaded count again.
             self._shared_step(self.param_groups[0]["params"][0].device)
@@ -243,6 +286,7 @@ class FusedAdamW(torch.optim.Optimizer):
     ) -> None:
         key = tuple(starmap(address_key, slots))
         if self._tables is None or self._tables.key != key:
+            check_layouts(slots)
             self._tables = build_tables(slots, key, device, self._uploader)
         tables = self._tables
         index = device.index if device.index is not None else torch.cuda.current_device()

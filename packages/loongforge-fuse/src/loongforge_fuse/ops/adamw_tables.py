@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from loongforge_fuse.kernels.driver import Function, copy_to_device
+from loongforge_fuse.kernels.launcher import KernelUnavailableError
 from loongforge_fuse.kernels.specs import KernelSpec, Option
 from loongforge_fuse.ops._common import CODES, kernel
 
@@ -123,6 +124,36 @@ def _row(slot: Slot) -> tuple[int, ...]:
     addresses.append(0 if slot.master is None else slot.master.data_ptr())
     wide = not any(a % _WORD for a in addresses)
     return (*addresses, slot.param.numel(), slot.group, int(wide))
+
+
+def check_layouts(slots: Sequence[Slot]) -> None:
+    """Check that an update may walk through memory from each parameter's first element to its last.
+
+    Raises:
+        KernelUnavailableError: A state lies in memory in another order than its parameter, or a parameter has
+            gaps, which belong to somebody else.
+        ValueError: Parameters on several devices.
+    """
+    devices = sorted({str(slot.param.device) for slot in slots})
+    if len(devices) > 1:
+        message = f"FusedAdamW takes parameters on one device, got {', '.join(devices)}; make one for each"
+        raise ValueError(message)
+    for slot in slots:
+        contiguous = slot.param.is_contiguous()
+        for value in (slot.exp_avg, slot.exp_avg_sq, slot.master):
+            if value is None or (contiguous and value.is_contiguous()):
+                continue
+            if value.stride() != slot.param.stride():
+                message = "state and parameter have different strides"
+                raise KernelUnavailableError(message)
+        if not contiguous and _has_gaps(slot.param):
+            message = "a parameter has gaps in memory"
+            raise KernelUnavailableError(message)
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and reach + 1 != tensor.numel()
 
 
 def build_tables(
