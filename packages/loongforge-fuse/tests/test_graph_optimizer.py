@@ -159,6 +159,17 @@ def test_after_a_load_the_next_step_is_eager_since_it_may_make_state(place, kind
     place.same_weights(run.model, other.model)
 
 
+def test_a_changed_clip_of_our_adam_makes_a_recording_stale(place):
+    model, _ = place.pair()
+    optimizer = ours_adam(model)
+    runner = GraphRunner(model, place.config(zero_in_graph=True), optimizer=optimizer)
+    for step in range(3):
+        runner.run(place.drawn(model, step))
+    optimizer.max_grad_norm = 0.1
+    runner.run(place.drawn(model, 3))
+    assert runner.stats().moved == {"optimizer": 1}
+
+
 def test_a_loaded_step_count_is_made_outside_of_captures():
     model = TinyVLA()
     optimizer = ours_adam(model)

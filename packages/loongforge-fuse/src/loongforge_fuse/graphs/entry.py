@@ -45,6 +45,10 @@ class LiveParameters:
         seen = self._live.get(key, frozenset())
         return [p for p in self.all_trainable() if id(p) in seen]
 
+    def knows(self, key: Hashable) -> bool:
+        """Whether a pass of a shape was watched since the last :meth:`forget`."""
+        return key in self._live
+
     def static_gradients(
         self, key: Hashable, taken: frozenset[int] = frozenset()
     ) -> list[tuple[nn.Parameter, Tensor]]:
@@ -104,6 +108,11 @@ class LiveParameters:
         """Return each trainable parameter with its present gradient."""
         return [(p, p.grad) for p in self.all_trainable()]
 
+    def without(self, reached: Sequence[tuple[nn.Parameter, Tensor]]) -> Gradients:
+        """Return the other trainable parameters with their present gradients."""
+        taken = {id(parameter) for parameter, _ in reached}
+        return [(p, g) for p, g in self.gradients() if id(p) not in taken]
+
     @staticmethod
     def restore(gradients: Gradients) -> None:
         """Attach gradients again as they were."""
@@ -122,12 +131,20 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(kw_only=True)
 class GraphEntry:
-    """A recording with everything that must stay alive and in place for its replays."""
+    """A recording with everything that must stay alive and in place for its replays.
+
+    Attributes:
+        unreached: Trainable parameters without a gradient of this recording, with what stood in their
+            ``p.grad`` at the capture: gradients that passes of other shapes left there.
+        reads_unreached: Whether the recording reads or clears those gradients too.
+    """
 
     batch: Batch
     weighting: Weighting
     buffers: Mapping[tuple[str | int, ...], Tensor]
     gradients: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    unreached: Gradients = field(default_factory=list)
+    reads_unreached: bool = False
     input_bytes: int = 0
     stepped: bool = False
     overwrites: bool = False
@@ -175,6 +192,10 @@ class GraphEntry:
             zero: What is in ``p.grad`` counts: a dropped gradient starts from zero, and one that an eager
                 pass left in another tensor is copied over.
         """
+        if self.overwrites:
+            # A recording runs no Python: nothing else would drop what other shapes left behind.
+            for parameter, _ in self.unreached:
+                parameter.grad = None
         missing: list[Tensor] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
@@ -199,7 +220,8 @@ class GraphEntry:
     def gradients_moved(self, owned: frozenset[int], *, parts: bool) -> str | None:
         """Whether somebody keeps other tensors in ``p.grad``, which an adding recording never reaches.
 
-        A part of a larger buffer is somebody's, and so is a tensor that comes back after it was replaced.
+        Those of unreached parameters count where the recording holds their addresses. A part of a larger
+        buffer is somebody's, and so is a tensor that comes back after it was replaced.
 
         Args:
             owned: Ids of gradient tensors of other recordings, which are nobody else's.
@@ -215,6 +237,8 @@ class GraphEntry:
             back = known is not None and known() is present
             if (parts and is_part(present)) or back or not _alike(present, gradient):
                 return "gradients"
+        if self.reads_unreached and any(p.grad is not g for p, g in self.unreached):
+            return "unreached_gradients"
         return None
 
     def finish(self, recording: Recorded, pointers: PointerSnapshot, hyper: tuple[object, ...]) -> None:
@@ -228,4 +252,4 @@ class GraphEntry:
     def release(self) -> None:
         """Give up the recording."""
         self.recording.release()
-        self.gradients = []
+        self.gradients, self.unreached = [], []

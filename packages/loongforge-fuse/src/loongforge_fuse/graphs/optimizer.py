@@ -146,5 +146,6 @@ class OptimizerInGraph:
             for name, value in sorted(group.items())
             if name not in on_device and not isinstance(value, Tensor)
         )
+        clip = (getattr(self._optimizer, "max_grad_norm", None),)
         state = chain.from_iterable(table.values() for table in self._optimizer.state.values())
-        return (str(numbers), addresses([value for value in state if isinstance(value, Tensor)]))
+        return (str(clip + numbers), addresses([value for value in state if isinstance(value, Tensor)]))

@@ -81,6 +81,10 @@ class StepPass:
         """Whether such a pass writes fresh gradient tensors instead of adding to those that are there."""
         return self._config.gradients == "overwrite" and first and last
 
+    def reads_gradients(self, *, first: bool, last: bool) -> bool:
+        """Whether such a pass reads or clears all gradients there are, not only those that it makes."""
+        return self.steps(last=last) or (first and self.clears) or self._config.check_finite == "gradients"
+
     def steps(self, *, last: bool) -> bool:
         """Whether such a pass contains the optimizer's step."""
         return last and self._optimizer is not None

@@ -139,6 +139,9 @@ class GraphRunner:
             entry = None
         if entry is None:
             why = self._ledger.why_eager(key)
+            if why is None and not self._live.knows(key):
+                # What another shape's recording met made everything be forgotten, this shape's gradients too.
+                why = GraphReason.WARM_UP
             if why is None:
                 entry, why = self._record(key, signature, batch, weighting, first=first, last=last)
             if entry is None:
@@ -245,6 +248,8 @@ class GraphRunner:
         kept = self._live.gradients()
         try:
             entry.attach(zero=False)
+            entry.unreached = self._live.without(entry.gradients)
+            entry.reads_unreached = self._pass.reads_gradients(first=first, last=last)
             recording = self._capture(backend, entry, first=first, last=last)
         except NoSampleLossesError:
             self._live.restore(kept)
@@ -255,6 +260,7 @@ class GraphRunner:
             return None, GraphReason.CAPTURE_FAILED
         if entry.overwrites:
             entry.gradients = [(p, g) for p, g in self._live.gradients() if g is not None]
+            entry.unreached = self._live.without(entry.gradients)
         entry.keep = self._pass.keep()
         entry.finish(recording, self._pointers.snapshot(), self._pass.hyper())
         self._live.restore(kept)
