@@ -275,6 +275,7 @@ def bound(memory: Memory) -> dict[str, Any]:
         **_arithmetic(),
         "raw_words": raw_words,
         "load_word": lambda address, offset: access.words(address, offset, 1)[0],
+        "load_word_of_run": lambda address, offset: access.words(address, offset, 1)[0],
         "load_pair": lambda address, offset: int.from_bytes(memory.load(address + offset, 2), "little"),
         "store_word": lambda address, offset, value: access.put(address, offset, [value]),
         "misalignment": lambda address, offset: (address + offset) & 15,

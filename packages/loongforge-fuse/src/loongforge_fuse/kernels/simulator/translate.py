@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from loongforge_fuse.kernels.simulator.machine import Block
 
 _PACKAGE = "loongforge_fuse.kernels.source"
-_NATIVE = ("intrinsics", "barriers", "lowering")  # replaced, not executed
+_NATIVE = ("intrinsics", "reading", "barriers", "lowering")  # replaced, not executed
 _EVENTS = {"syncthreads": "block", "syncwarp": "warp", "shfl_xor_sync": "shuffle"}
 _SOME = "some_barrier"  # of kernel source itself: its arguments are a number and how many threads wait
 
@@ -138,7 +138,7 @@ def load_module(name: str, device: Block) -> dict[str, Any]:
     def imported(target: str, *arguments: Any, **named: Any) -> Any:
         if target == "numba":
             return numba
-        if target == f"{_PACKAGE}.intrinsics":
+        if target in (f"{_PACKAGE}.intrinsics", f"{_PACKAGE}.reading"):
             return stand_in
         if target == f"{_PACKAGE}.barriers":
             # Calls of the first have become events; kernels run one after the other here.

@@ -28,6 +28,7 @@ from loongforge_fuse.kernels.source.intrinsics import (
     shared_store_u16,
 )
 from loongforge_fuse.kernels.source.patches import patch_origin
+from loongforge_fuse.kernels.source.reading import load_word_of_run
 
 Kernel = Callable[..., None]
 CHANNELS = 3
@@ -339,7 +340,7 @@ def patch_words(*, y: str, patch: int, masked: bool, tile: int, walk: bool, bloc
         if origin >= 0:
             at = origin - (misalignment(pin, origin) & 3) + 4 * lane
             for k in range(patch):
-                raw[k] = load_word(pin, at + k * step)
+                raw[k] = load_word_of_run(pin, at + k * step)
         alive = True
         while alive:
             if origin >= 0:
@@ -373,7 +374,7 @@ def patch_words(*, y: str, patch: int, masked: bool, tile: int, walk: bool, bloc
                 if origin >= 0:
                     at = origin - (misalignment(pin, origin) & 3) + 4 * lane
                     for k in range(patch):
-                        raw[k] = load_word(pin, at + k * step)
+                        raw[k] = load_word_of_run(pin, at + k * step)
             for p in range(tile):
                 row = first + p
                 if row < patches:
