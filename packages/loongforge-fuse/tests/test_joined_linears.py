@@ -230,6 +230,95 @@ def test_layers_frozen_after_joining_leave_the_others_their_gradients():
     assert_same(ours, theirs)
 
 
+def both(**options):
+    torch.manual_seed(0)
+    plain = Attention(**options)
+    joined = copy.deepcopy(plain)
+    join_linears(joined)
+    return joined, plain
+
+
+def same_gradients(joined, plain):
+    for (name, p), q in zip(joined.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "frozen", [("to_q.weight", "to_q.bias"), ("to_q.weight", "to_k.weight", "to_v.weight")]
+)
+def test_what_trains_gets_its_gradient_where_the_first_weight_was_frozen_and_the_input_needs_none(frozen):
+    models, x = both(), torch.randn(2, 3, 16)
+    for model in models:
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(requires_grad=False)
+        model(x).square().sum().backward()
+    same_gradients(*models)
+
+
+def test_a_result_is_not_handed_out_when_input_weight_or_mode_changed_since():
+    models = both()
+
+    def changed_input(model):
+        x = torch.ones(2, 16)
+        model.to_q(x)
+        x.mul_(2)
+        return model.to_k(x)
+
+    def changed_weight(model):
+        x = torch.ones(2, 16)
+        model.to_q(x)
+        with torch.no_grad():
+            model.to_k.weight.add_(1)
+        return model.to_k(x)
+
+    def without_gradient(model):
+        x = torch.ones(2, 16)
+        with torch.no_grad():
+            q = model.to_q(x)
+        return q * model.to_k(x)
+
+    def autocast(model):
+        x = torch.ones(2, 16)
+        q = model.to_q(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return q + model.to_k(x)
+
+    for use in (changed_input, changed_weight, without_gradient, autocast):
+        ours, theirs = (use(model) for model in models)
+        assert torch.allclose(ours, theirs, atol=1e-5), use
+        assert ours.requires_grad, use
+        for model, result in zip(models, (ours, theirs), strict=True):
+            model.zero_grad()
+            result.float().sum().backward()
+        same_gradients(*models)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_that_were_replaced_are_the_ones_that_are_read_and_trained(compiled):
+    models, x = both(), torch.randn(2, 3, 16)
+    for model, again in zip(models, (True, False), strict=True):
+        run = torch.compile(model, backend="aot_eager") if compiled and again else model
+        run(x)
+        # Over the same memory, and over other memory.
+        model.to_k.weight = nn.Parameter(model.to_k.weight.data)
+        run(x).square().sum().backward()
+        model.to_v.weight = nn.Parameter(model.to_v.weight.detach() * 2)
+        run(x).square().sum().backward()
+    same_gradients(*models)
+
+
+def test_joined_layers_work_under_transforms():
+    models, x = both(), torch.randn(2, 3, 16)
+    found = []
+    for model in models:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        loss = lambda w, model=model: torch.func.functional_call(model, w, (x,)).square().sum()  # noqa: E731
+        found.append(torch.func.grad(loss)(weights))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name])
+
+
 def test_weight_gradients_of_a_joined_product_can_be_late():
     ours, theirs = pair()
     join_linears(ours)

@@ -8,6 +8,7 @@ from loongforge_fuse import GraphConfig, GraphRunner, ops
 from loongforge_fuse.graphs import passes
 from loongforge_fuse.ops.beside import WeightGradients, collector
 from torch import nn
+from torch.utils import checkpoint as checkpointing
 
 
 class Tower(nn.Module):
@@ -181,6 +182,70 @@ def test_after_an_error_nothing_is_added_and_the_next_pass_is_whole(place):
         ours(batch_of(place, 1))["loss"].backward()
     place.plain(theirs, batch_of(place, 1))
     place.same_gradients(ours, theirs)
+
+
+def test_passes_of_two_models_may_end_in_any_order_and_leave_nothing_behind(place):
+    models = towers(place)
+    device = torch.device(place.device)
+    lates = [WeightGradients(device) for _ in models]
+    first, second = (late.collecting(model) for late, model in zip(lates, models, strict=True))
+    first.__enter__()
+    second.__enter__()
+    models[0](batch_of(place, 0))["loss"].backward()
+    models[1](batch_of(place, 0))["loss"].backward()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert lates[0].taken == lates[1].taken > 0
+    equal_gradients(*models)
+    # A plain pass afterwards hands its gradients over as it always did.
+    models[0].zero_grad()
+    models[0](batch_of(place, 0))["loss"].backward()
+    place.same_gradients(*models)
+    with (
+        lates[0].collecting(models[0]),
+        pytest.raises(RuntimeError, match="already collecting"),
+        lates[0].collecting(models[0]),
+    ):
+        pass
+
+
+def test_under_checkpointing_gradients_are_made_in_their_place(place):
+    ours, theirs = towers(place)
+    x = batch_of(place, 0)["x"]
+    late = WeightGradients(torch.device(place.device))
+    layer = ours.layers[1]
+    y = checkpointing.checkpoint(
+        lambda x: ops.linear(x, layer.weight, layer.bias).tanh(), x, use_reentrant=False
+    )
+    with late.collecting(ours):
+        y.square().sum().backward()
+    assert late.taken == 0
+    other = theirs.layers[1]
+    other(x).tanh().square().sum().backward()
+    torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+    torch.testing.assert_close(layer.bias.grad, other.bias.grad)
+
+
+def test_a_bias_may_change_in_place_before_the_backward_pass_as_with_torchs_layer():
+    layer = nn.Linear(4, 4)
+    loss = ops.linear(torch.ones(2, 4), layer.weight, layer.bias).sum()
+    with torch.no_grad():
+        layer.bias.add_(1)
+    loss.backward()
+    assert torch.equal(layer.bias.grad, torch.full((4,), 2.0))
+
+
+def test_the_operator_works_under_transforms_and_on_nested_tensors():
+    layer = nn.Linear(4, 3)
+    x, w, b = torch.randn(5, 4), layer.weight.detach(), layer.bias.detach()
+    ours = torch.func.grad(lambda w, b: ops.linear(x, w, b).square().sum(), argnums=(0, 1))(w, b)
+    plain = nn.functional.linear
+    theirs = torch.func.grad(lambda w, b: plain(x, w, b).square().sum(), argnums=(0, 1))(w, b)
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    assert torch.equal(torch.vmap(lambda x: ops.linear(x, w, b))(x), torch.vmap(lambda x: plain(x, w, b))(x))
+    nested = torch.nested.nested_tensor([x[:2], x[2:]])
+    ops.linear(nested, layer.weight, layer.bias).to_padded_tensor(0.0).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((3,), 5.0))
 
 
 @pytest.mark.gpu

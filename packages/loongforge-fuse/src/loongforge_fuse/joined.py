@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from loongforge_fuse.ops._common import transforming
 from loongforge_fuse.ops.beside import collector
 from loongforge_fuse.ops.products import sum_rows, weight_gradient
 from loongforge_fuse.protocol import restore_forward
@@ -144,21 +145,38 @@ class _Group:
         self.unclaimed = 0
         # Results of the product that are still to be picked up: the input, then one entry per layer.
         self.waiting: list[Tensor | None] = [None] * (len(layers) + 1)
+        self.moment: tuple[object, ...] = ()
         for index, layer in enumerate(layers):
             layer.forward = self._forward_of(index)  # type: ignore[method-assign, assignment]
 
     def intact(self) -> bool:
-        """Whether every weight and bias lies where it was put."""
-        pairs = [(self.weight, [layer.weight for layer in self.layers])]
+        """Whether every weight and bias is the one that was joined, and lies where it was put."""
+        if not self._own():
+            return False
+        count = len(self.layers)
+        pairs = [(self.weight, self.leaves[:count])]
         if self.bias is not None:
-            pairs.append((self.bias, [layer.bias for layer in self.layers]))
+            pairs.append((self.bias, self.leaves[count:]))
         for buffer, parts in pairs:
             at = buffer.data_ptr()
             for part in parts:
-                if part.data_ptr() != at or part.dtype != buffer.dtype:
+                if part.data_ptr() != at:
                     return False
                 at += part.numel() * part.element_size()
         return True
+
+    def _own(self) -> bool:
+        """Whether the layers hold the joined parameters, in the type and on the device of the buffer.
+
+        One of them that was wrapped anew over the same memory would never see a gradient.
+        """
+        now = [layer.weight for layer in self.layers]
+        now += [layer.bias for layer in self.layers if layer.bias is not None]
+        kind, device = self.weight.dtype, self.weight.device
+        return len(now) == len(self.leaves) and all(
+            one is leaf and one.dtype == kind and one.device == device
+            for one, leaf in zip(now, self.leaves, strict=True)
+        )
 
     def undo(self) -> None:
         """Give every layer its own memory and its own forward again."""
@@ -177,10 +195,11 @@ class _Group:
             if index == 0:
                 parts = torch.split(self._product(x), self.sizes, dim=-1)
                 waiting[0] = x
+                self.moment = self._moment(x)
                 waiting[2:] = parts[1:]
                 return parts[0]
             ready = waiting[index + 1]
-            if ready is None or waiting[0] is not x:
+            if ready is None or waiting[0] is not x or self.moment != self._moment(x):
                 return functional.linear(x, own.weight, own.bias)
             waiting[index + 1] = None
             if all(entry is None for entry in waiting[1:]):
@@ -190,10 +209,22 @@ class _Group:
         # A method and no plain function: copying the layer binds it to the copy.
         return MethodType(forward, layer)
 
+    def _moment(self, x: Tensor) -> tuple[object, ...]:
+        """Return what decides about a product beside which tensor it reads: modes, and values in place."""
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        modes = (torch.is_grad_enabled(), autocast)
+        if torch.compiler.is_compiling():
+            return modes
+        return (*modes, *map(_version, (x, *self.leaves)))
+
     def _applies(self) -> bool:
         """Whether to compute for all now; compiled code can look at neither addresses nor counts."""
         if torch.compiler.is_compiling():
-            return True
+            return self._own()
+        if transforming():
+            self.counters["transform"] += 1
+            return False
         self.unclaimed = self.unclaimed + 1 if self.waiting[0] is not None else 0
         self.waiting[:] = [None] * len(self.waiting)
         if self.unclaimed >= _PATIENCE:
@@ -209,12 +240,18 @@ class _Group:
         return True
 
     def _product(self, x: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and (x.requires_grad or self.leaves[0].requires_grad)):
+        trains = x.requires_grad or any(leaf.requires_grad for leaf in self.leaves)
+        if not (torch.is_grad_enabled() and trains):
             return functional.linear(x, self.weight, self.bias)
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias, *self.leaves
         )
         return product
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - no public way to ask
 
 
 def _gather(parameters: Sequence[Tensor]) -> Tensor:

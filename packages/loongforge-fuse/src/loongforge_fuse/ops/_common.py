@@ -136,6 +136,11 @@ def ordinary(*tensors: Tensor) -> bool:
     return all(type(t) is Tensor or type(t) is torch.nn.Parameter for t in tensors)
 
 
+def transforming() -> bool:
+    """Tell whether a functorch transform (grad, vmap, jvp) is running."""
+    return _functorch() is not None
+
+
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Tell whether autograd has to record this call."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import Final
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 Products = Callable[[], Sequence[Tensor]]
 
 _GRADIENT_HOOKS = ("_post_accumulate_grad_hooks", "_backward_hooks")
-_collecting: Final[dict[torch.device, WeightGradients]] = {}
+# Passes of several threads end in any order: each takes itself out again, and no one else.
+_collecting: Final[dict[torch.device, tuple[WeightGradients, ...]]] = {}
+_changing = Lock()
 
 
 class WeightGradients:
@@ -43,19 +46,29 @@ class WeightGradients:
         self.taken = 0
         """Gradients that were made beside a pass, since this was made; replays of graphs do not count."""
         self.in_line: Counter[str] = Counter()
-        """Gradients that were made in their place, by reason: ``hooks`` or ``other_model``."""
+        """Gradients that were made in their place, by reason: ``hooks`` or ``other_model``.
+
+        The latter counts layers under checkpointing or offloading too, which give back other tensors.
+        """
 
     @contextmanager
     def collecting(self, model: nn.Module) -> Iterator[None]:
         """Take the weight gradients of a model's layers in this block; at its end they are in ``p.grad``.
 
         When it ends, the current stream waits for them; the host does not. After an error nothing is added.
+        Passes of other models may run in other threads meanwhile.
+
+        Raises:
+            RuntimeError: This object is collecting already.
         """
+        if self in _collecting.get(self._device, ()):
+            message = "already collecting; make one WeightGradients for each pass that runs at the same time"
+            raise RuntimeError(message)
         self._owned = frozenset(id(p) for p in model.parameters() if p.requires_grad)
         if self._device.type == "cuda" and self._stream is None:
             self._stream = _ready_stream(self._device)
-        before = _collecting.get(self._device)
-        _collecting[self._device] = self
+        with _changing:
+            _collecting[self._device] = (self, *_collecting.get(self._device, ()))
         try:
             yield
             self._join()
@@ -67,10 +80,12 @@ class WeightGradients:
         finally:
             self._made.clear()
             self._read.clear()
-            if before is None:
-                _collecting.pop(self._device, None)
-            else:
-                _collecting[self._device] = before
+            with _changing:
+                others = tuple(one for one in _collecting[self._device] if one is not self)
+                if others:
+                    _collecting[self._device] = others
+                else:
+                    del _collecting[self._device]
 
     def takes(self, parameters: Sequence[Tensor]) -> bool:
         """Tell whether the gradients of these tensors can be late: trained weights here, seen by no hook."""
@@ -150,5 +165,5 @@ def _ready_stream(device: torch.device) -> torch.cuda.Stream:
 
 def collector(device: torch.device, parameters: Sequence[Tensor]) -> WeightGradients | None:
     """Return what takes the gradients of these parameters in the present backward pass, or None."""
-    found = _collecting.get(_indexed(device))
-    return found if found is not None and found.takes(parameters) else None
+    found = _collecting.get(_indexed(device), ())
+    return next((one for one in found if one.takes(parameters)), None)

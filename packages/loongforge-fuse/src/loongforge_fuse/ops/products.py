@@ -19,6 +19,7 @@ from loongforge_fuse.ops._common import (
     ordinary,
     plain,
     resolve,
+    transforming,
 )
 from loongforge_fuse.ops.beside import collector
 
@@ -128,7 +129,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, kind: torch.dtype) -> Tensor:
         """Return the product, computed in a type."""
         low = (x.to(kind), weight.to(kind), bias.to(kind))
-        ctx.save_for_backward(*low[:2], weight, bias)
+        # What checkpointing or offloading gives back for the weight is no parameter: its gradient is made at
+        # once then, since a late one would keep the inputs that they wanted to be rid of.
+        ctx.save_for_backward(*low[:2], weight)
+        ctx.bias = bias
         ctx.kind = x.dtype
         return torch.nn.functional.linear(*low)
 
@@ -136,7 +140,8 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """Give x its gradient, and weight and bias theirs, at once or with the others at the end."""
-        x, low, weight, bias = ctx.saved_tensors
+        x, low, weight = ctx.saved_tensors
+        bias = ctx.bias
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         needs_x, *needs = ctx.needs_input_grad[:3]
         to_x = (rows @ low).view(x.shape).to(ctx.kind) if needs_x else None
@@ -176,9 +181,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         (..., out). Forward, and the gradient of x, are torch's own products.
     """
-    kind = _common_type(x, weight, bias) if ordinary(x, weight, bias) else None
+    kind = _common_type(x, weight, bias) if ordinary(x, weight, bias) and not x.is_nested else None
     if kind is not None:
         return _linear(x, weight, bias, kind)
+    if x.is_nested or transforming():
+        return torch.nn.functional.linear(x, weight, bias)
     y = torch.nn.functional.linear(x, weight, bias.detach())
     if plain(y, bias):
         return _with_bias(y, bias)
