@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from loongforge.batches import Tally, tally
 from loongforge.clock import StepClock
 from loongforge.recorder import MOST_GATHERED
 from loongforge.records import StepRecord
@@ -60,7 +61,15 @@ Pair = tuple[Cost, Cost]
 
 
 def drop(*_: object, **__: object) -> None:
-    """Record nothing: no counting of samples, no counters of the pillars, no record, no sinks."""
+    """Record nothing: no counters of the pillars, no record, no sinks."""
+
+
+def count_nothing(window: Sequence[object]) -> Tally:
+    """Count nothing."""
+    return None, None, []
+
+
+Side = tuple[Callable[..., None], type[StepClock], Callable[[Sequence[object]], Tally]]
 
 
 def take_pairs(session: Session, device: torch.device, *, seconds: float) -> list[Pair]:
@@ -69,10 +78,7 @@ def take_pairs(session: Session, device: torch.device, *, seconds: float) -> lis
     record = engine._record
     if device.type == "cuda":
         recorder._write_every_s = math.inf  # by number: one gathering in every pair
-    sides: dict[bool, tuple[Callable[..., None], type[StepClock]]] = {
-        True: (record, StepClock),
-        False: (drop, NoClock),
-    }
+    sides: dict[bool, Side] = {True: (record, StepClock, tally), False: (drop, NoClock, count_nothing)}
     for _ in range(2 * MOST_GATHERED):
         border_to_border(session)
     pairs: list[Pair] = []
@@ -83,7 +89,7 @@ def take_pairs(session: Session, device: torch.device, *, seconds: float) -> lis
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         for side in (first, not first, not first, first) * (MOST_GATHERED // 2):
-            engine._record, engine.new_clock = sides[side]  # type: ignore[method-assign]
+            engine._record, engine.new_clock, engine.count = sides[side]  # type: ignore[method-assign]
             began, used = time.perf_counter(), time.thread_time()
             border_to_border(session)
             spent[side][1] += time.thread_time() - used
@@ -93,7 +99,7 @@ def take_pairs(session: Session, device: torch.device, *, seconds: float) -> lis
             for wall, processor in (spent[True], spent[False])
         ]
         pairs.append((costs[0], costs[1]))
-    engine._record, engine.new_clock = record, StepClock  # type: ignore[method-assign]
+    engine._record, engine.new_clock, engine.count = sides[True]  # type: ignore[method-assign]
     return pairs
 
 
@@ -123,7 +129,7 @@ def part_costs(
 ) -> dict[str, list[float]]:
     """Return microseconds of parts of a record, each taken right after a step without records."""
     engine = session.engine
-    engine._record, engine.new_clock = drop, NoClock  # type: ignore[method-assign]
+    engine._record, engine.new_clock, engine.count = drop, NoClock, count_nothing  # type: ignore[method-assign]
     parts = operations(device, folder)
     found: dict[str, list[float]] = {name: [] for name in parts}
     order, rng = list(parts), random.Random(0)

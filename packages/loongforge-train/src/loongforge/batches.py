@@ -125,7 +125,8 @@ def count_tokens(batch: object) -> int | None:
         return None
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.device.type == "cpu":
-        # Not by way of numpy, whose code no step has in the caches; torch sums so few numbers on this thread.
+        # Not by way of numpy, whose code no step has in the caches; torch sums so few numbers on this
+        # thread, by the code that has just counted valid elements.
         return int(mask.sum())
     ids = batch.get("input_ids")
     return int(ids.numel()) if isinstance(ids, Tensor) else None
@@ -141,7 +142,11 @@ def sample_ids(batch: object) -> list[int]:
     return []
 
 
-def tally(window: Sequence[object]) -> tuple[int | None, int | None, list[list[int]]]:
+Tally = tuple[int | None, int | None, list[list[int]]]
+"""Samples, tokens and sample indices of a window."""
+
+
+def tally(window: Sequence[object]) -> Tally:
     """Return samples, tokens and sample indices of a window of host batches.
 
     A number is None where a micro-batch does not say it.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from loongforge.batches import add_draws, count_valid, move, tally
+from loongforge.batches import Tally, add_draws, count_valid, move, tally
 from loongforge.clock import StepClock
 from loongforge.ema import WeightAverage
 from loongforge.errors import NonFiniteError
@@ -89,6 +89,8 @@ class StepEngine:
         self.epochs = epochs
         self.at = Position()
         self.new_clock: Callable[[torch.device], StepClock] = StepClock
+        self.count: Callable[[Sequence[object]], Tally] = tally
+        """Counts the host batches of a window for its record."""
         self._rate = 0.0
         self._windows = 0
         self.around: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
@@ -104,13 +106,15 @@ class StepEngine:
         if window is None:
             return False
         clock.have_window()
+        # Here, not with the record: the vote has just counted the same batches, by the same code.
+        counts = self.count([host_of(batch) for batch in window])
         agreed = self._agreed()
         with parts.memory.step(), self.around(self.at.step + 1):
             clock.enter("h2d")
             batches = [self._to_device(batch) for batch in window]
             clock.enter("forward")
             outcome = self._forward_backward(window, batches, clock, agreed)
-            window = [host_of(batch) for batch in window]
+            del window
             if parts.before_optimizer is not None:
                 clock.enter("ahead")
                 parts.before_optimizer()
@@ -122,7 +126,7 @@ class StepEngine:
         clock.finish()
         self.at.step += 1
         self.at.last_step_ms = 1e3 * (clock.ended - clock.began)
-        self._record(window, outcome, clock, norm=norm, loss=loss, bad=bad)
+        self._record(counts, outcome, clock, norm=norm, loss=loss, bad=bad)
         parts.parallel.step_end(self.at.step)
         return True
 
@@ -265,7 +269,7 @@ class StepEngine:
 
     def _record(
         self,
-        window: list[object],
+        counts: Tally,
         outcome: Outcome,
         clock: StepClock,
         *,
@@ -274,7 +278,7 @@ class StepEngine:
         bad: Tensor,
     ) -> None:
         parts = self.parts
-        samples, tokens, ids = tally(window)
+        samples, tokens, ids = counts
         self.at.samples += samples or 0
         parts.recorder.submit(
             PendingStep(
