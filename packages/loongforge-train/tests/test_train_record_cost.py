@@ -169,6 +169,8 @@ def test_values_of_gathered_steps_travel_in_one_copy(
     one.parts.recorder.listeners.append(lambda record, _: records.append(record))
     run_steps(one)
     one.parts.recorder.flush()
+    rests: list[int] = []
+    one.parts.recorder.rests.append(lambda: rests.append(records[-1].step))
     touched: list[object] = []
     scalar: Callable[[float | Tensor, torch.device], Tensor] = recorder._scalar
 
@@ -183,6 +185,7 @@ def test_values_of_gathered_steps_travel_in_one_copy(
     assert len(records) == STEPS, "the values are still on their way"
     one.parts.recorder.flush()
     assert len(touched) == MOST_GATHERED * 4
+    assert rests == [STEPS + MOST_GATHERED], "a sink is told once that a gathering is complete"
     assert [record.step for record in records] == list(range(1, STEPS + MOST_GATHERED + 1))
     assert len({record.loss for record in records}) > MOST_GATHERED
     assert records[-1].micro_losses == [records[-1].loss]

@@ -308,7 +308,8 @@ class Session:
     # -- records -----------------------------------------------------------------------------------
 
     def _open_sinks(self) -> None:
-        lines = JsonlSink(self.run_dir, gather=True)
+        # On the CPU a record is on its way to the disk before any callback sees it.
+        lines = JsonlSink(self.run_dir, gather=self.ranks.device.type == "cuda")
         self._sinks.append(lines)
         self.parts.recorder.rests.append(lines.flush)
         if self.ranks.rank == 0:
