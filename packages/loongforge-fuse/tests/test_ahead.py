@@ -118,6 +118,13 @@ def test_unequal_shapes_run_one_by_one(place):
     [
         (lambda m: m.frozen.requires_grad_(True), "trains"),
         (lambda m: m.frozen.append(torch.nn.Dropout(0.5)), "random"),
+        (lambda m: m.frozen.append(torch.nn.AlphaDropout(0.5)), "random"),
+        (lambda m: m.frozen.append(torch.nn.RReLU()), "random"),
+        (
+            lambda m: m.frozen.append(torch.nn.MultiheadAttention(4, 1, dropout=0.1)).requires_grad_(False),
+            "random",
+        ),
+        (lambda m: m.frozen.append(torch.nn.BatchNorm1d(4, affine=False)), "stateful"),
         (lambda m: m.frozen[0].register_forward_hook(lambda *a: None), "hooks"),
         (lambda m: setattr(m, "frozen_modules", list), "no_frozen_part"),
     ],
@@ -131,6 +138,29 @@ def test_a_part_that_cannot_run_ahead_is_left_to_its_step_with_the_reason(place,
     taken = ahead.start(window).take()
     assert all(a is b for a, b in zip(taken, window, strict=True))
     assert ahead.stats().inline == {reason: 2}
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [torch.nn.AlphaDropout(0.0), torch.nn.MultiheadAttention(4, 1), torch.nn.BatchNorm1d(4).eval()],
+)
+def test_modules_that_draw_nothing_and_change_nothing_do_not_keep_a_part_in_its_step(harmless):
+    model = TinyVLA()
+    model.frozen.append(harmless.requires_grad_(False))
+    assert FrozenAhead(model).reason is None
+
+
+def test_a_hook_that_comes_after_the_start_leaves_the_part_to_its_step(place):
+    model, _ = place.pair()
+    ahead = FrozenAhead(model)
+    started = ahead.start(windows(place, model, 1)[0])
+    model.frozen[0].register_forward_hook(lambda *a: a[2] * 2)
+    assert "seen" not in started.take()[0]
+    assert ahead.stats().discarded == 1
+
+
+def test_an_empty_window_has_no_batches():
+    assert FrozenAhead(TinyVLA()).start([]).take() == []
 
 
 def test_a_replaced_module_is_taken_in(place):

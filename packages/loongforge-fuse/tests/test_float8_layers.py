@@ -255,3 +255,12 @@ def test_a_fused_float8_model_compiles_without_a_break():
     with torch.no_grad():
         want = model(x)
         assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)
+
+
+def test_a_float8_layer_that_was_unfrozen_says_so_instead_of_leaving_its_weight_untrained():
+    layer = Float8FrozenLinear(nn.Linear(32, 48).requires_grad_(False))
+    layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="requires a gradient now"):
+        layer(torch.randn(2, 32))
+    with torch.no_grad():
+        layer(torch.randn(2, 32))

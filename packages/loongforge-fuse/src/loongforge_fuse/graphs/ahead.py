@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from loongforge_fuse.fusion.batch import JoinError, join
 from loongforge_fuse.graphs.backend import CudaBackend
@@ -128,12 +130,24 @@ class _Pending:
         return [{name: values[i] for name, values in parts.items()} for i in range(len(sizes))]
 
 
+def _drawing(module: nn.Module) -> str | None:
+    """Return the attribute that says how much a module draws at random while it trains, or None.
+
+    Attentions, recurrent layers and dropped paths keep theirs as a plain number.
+    """
+    names = ("p",) if isinstance(module, _DropoutNd) else ("dropout", "attention_dropout", "drop_prob")
+    if isinstance(module, nn.RReLU):
+        return "upper"
+    return next((name for name in names if isinstance(getattr(module, name, None), int | float)), None)
+
+
 class FrozenAhead:
     """Starts the frozen part of coming micro-batches, as graph replays on a stream of their own.
 
     The model follows :class:`~loongforge_fuse.protocol.FrozenPrefix`. Every shape runs a few times without a
     graph first. A batch with fewer samples of a captured shape fills the leading rows of its graph, so an
-    epoch's last window is no new shape. On a CPU the frozen part runs at once, in line.
+    epoch's last window is no new shape. On a CPU the frozen part runs at once, in line. Weights that change
+    between start and step are noticed where torch counts the change; writes through ``.data`` are not.
 
     Args:
         model: The model; wrappers are looked through.
@@ -196,8 +210,10 @@ class FrozenAhead:
             return AheadReason.NO_FROZEN_PART
         if any(now.pointers.trains):
             return AheadReason.TRAINS
-        if any(module.p > 0 and module.training for module in self._dropouts):
+        if any(module.training and getattr(module, name) for module, name in self._draws):
             return AheadReason.RANDOM
+        if any(module.training and module.track_running_stats for module in self._norms):
+            return AheadReason.STATEFUL
         if self._hooks == "refuse" and self._pointers.hooked():
             return AheadReason.HOOKS
         return None
@@ -211,6 +227,8 @@ class FrozenAhead:
         Returns:
             What hands them out for their step.
         """
+        if not window:
+            return Ahead(window)
         state = self._look_again()
         reason = self._reason(state)
         if reason is not None or self._work is None:
@@ -227,7 +245,8 @@ class FrozenAhead:
         ]
 
         def valid() -> bool:
-            same = self._state() == state
+            now = self._state()
+            same = now == state and self._reason(now) is None
             self._discarded += not same
             return same
 
@@ -258,7 +277,8 @@ class FrozenAhead:
         """Take in the frozen part as it is now: its modules, and where it lies."""
         self._give_up_graphs()
         self._frozen = nn.ModuleList(self._modules())
-        self._dropouts = [m for m in self._frozen.modules() if isinstance(m, nn.Dropout)]
+        self._draws = [(m, name) for m in self._frozen.modules() if (name := _drawing(m)) is not None]
+        self._norms = [m for m in self._frozen.modules() if isinstance(m, _NormBase)]
         self._pointers = ModelPointers(self._frozen)
         self._children = self._pointers.snapshot().children
         self._device = self._place()

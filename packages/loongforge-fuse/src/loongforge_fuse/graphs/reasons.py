@@ -45,6 +45,8 @@ class AheadReason(enum.StrEnum):
     """A module of the frozen part has hooks, whose Python code a replay would not run."""
     RANDOM = "random"
     """The frozen part has active dropout, whose numbers would be drawn in another order."""
+    STATEFUL = "stateful"
+    """A norm of the frozen part takes running statistics, which is work of its step; put it in eval mode."""
 
 
 def root_cause(error: BaseException) -> str:

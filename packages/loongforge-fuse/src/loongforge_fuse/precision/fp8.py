@@ -137,8 +137,14 @@ class Float8FrozenLinear(nn.Module):
             activation: ``none``, ``gelu_tanh`` or ``silu_mul``.
 
         Raises:
-            RuntimeError: The input needs a gradient.
+            RuntimeError: The input needs a gradient, or the layer was made to train.
         """
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            message = (
+                "a float8 layer does not train, but its weight requires a gradient now; freeze it, or leave "
+                "this layer out of the float8 rule's pattern"
+            )
+            raise RuntimeError(message)
         if torch.is_grad_enabled() and (x.requires_grad or (up is not None and up.requires_grad)):
             message = (
                 "a float8 layer passes no gradient on, but its input needs one: something below it trains; "
