@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import _groot_full as groot
 import torch
+from _step_stock import STOCK, loss_without_dropout, stock_of, transformers_version
 from loongforge_fuse import (
     FusedAdamW,
     FusionConfig,
@@ -47,6 +48,7 @@ COLUMNS = (
     "ours+adam+ops+plain+ahead",
     "ours+adam+ops+plain+beside+ahead+spare66",
     "ours+adam+ops+plain+ahead+spare66+fp8",
+    *STOCK,
     "compile_1x16",
 )
 MIXED_COLUMNS = ("eager_1x16", "graph_fused_compile", "ours+masters")
@@ -196,6 +198,8 @@ def build(name: str, bench: Bench, stack: contextlib.ExitStack, preparing: conte
     kind, *options = name.split("+")
     if kind == "ours":
         return _ours(bench, model, set(options), stack, preparing)
+    if name in STOCK:
+        return _stock(bench, model, bench.window if name == "stock_4x4" else [bench.large])
     makers: Mapping[str, Callable[[], Step]] = {
         "eager_4x4": lambda: plain_step(bench, bench.window, model),
         "eager_1x16": lambda: plain_step(bench, [bench.large], model),
@@ -207,7 +211,8 @@ def build(name: str, bench: Bench, stack: contextlib.ExitStack, preparing: conte
         "compile_1x16": lambda: plain_step(bench, [bench.large], _whole(bench, model)),
     }
     if name not in makers:
-        message = f"unknown column {name}, known: {', '.join(makers)}, ours+{{{','.join(sorted(OPTIONS))}}}"
+        known = ", ".join([*makers, *STOCK])
+        message = f"unknown column {name}, known: {known}, ours+{{{','.join(sorted(OPTIONS))}}}"
         raise ValueError(message)
     if "regions" in name or name == "graph_fused_compile":
         forget_blocks(model)
@@ -330,6 +335,17 @@ def _regional(bench: Bench, model: nn.Module, stack: contextlib.ExitStack) -> St
     if bench.device == "cuda":
         stack.callback(compile_regions(model).undo)
     return plain_step(bench, [bench.large], model)
+
+
+def _stock(bench: Bench, model: nn.Module, batches: Sequence[dict[str, object]]) -> Column:
+    """Plain PyTorch on the model as published, around the same parameters."""
+    bench.store(half=False)
+    drawn = bench.model.draw(bench.window[0])
+    with bench.precision():
+        ours = loss_without_dropout(model, drawn)
+        off = abs(loss_without_dropout(stock_of(model), drawn) / ours - 1)
+    facts: dict[str, object] = {"transformers": transformers_version(), "stock_loss_deviation": off}
+    return Column(step=plain_step(bench, batches, model), facts=facts)
 
 
 def _ours(

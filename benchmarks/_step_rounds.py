@@ -342,6 +342,8 @@ def summarise(turns: Mapping[str, Turn]) -> tuple[dict[str, float | None], list[
     for figure, theirs in (
         ("vs_eager_4x4", "eager_4x4"),
         ("vs_eager_1x16", "eager_1x16"),
+        ("vs_stock_4x4", "stock_4x4"),
+        ("vs_stock_1x16", "stock_1x16"),
         ("vs_compile_1x16", "compile_1x16"),
         ("vs_compile_regions_1x16", "compile_regions_1x16"),
     ):

@@ -15,6 +15,11 @@ Every column takes the same model, the same 16 samples (4 micro-batches of 4; ot
   optimizer; ``spareN``: its products leave N multiprocessors free; ``first``: the step's kernels go first),
   ``combo``, ``multi`` or ``descent`` settings of the compiler, ``fp8`` frozen linear layers in float8
   (opt-in, changes the numbers);
+* ``stock_4x4``, ``stock_1x16``: plain PyTorch as ``eager`` is, on the model as a user meets it:
+  transformers' SigLIP2 tower and Qwen3 decoder around the same parameters, with the logits, boolean masks
+  and look-ups of the published code that our model leaves out. ``_step_stock.py`` says what was taken over
+  and what was not; needs transformers. ``stock_loss_deviation`` is how far its loss is from that of our
+  model, dropout off;
 * ``compile_1x16``: ``torch.compile`` of the whole model on one batch of 16; ``compile_regions_1x16``: of its
   blocks.
 
@@ -56,12 +61,15 @@ from _step_rounds import (
     summarise,
     take_turns,
 )
+from _step_stock import STOCK
 
 PREPARE_S = 60.0
 """Seconds a column other than the compiled whole model may take to get ready."""
 ROUNDS_S = 75.0
 """Seconds that three rounds of all columns and their profiles take."""
-ESSENTIAL = frozenset({"eager_4x4", "eager_1x16", "fused_eager", "ours+adam+ops+plain+beside+ahead+spare66"})
+ESSENTIAL = frozenset(
+    {"eager_4x4", "eager_1x16", "fused_eager", "ours+adam+ops+plain+beside+ahead+spare66", *STOCK}
+)
 """Columns that the published figures need; the others use what time is left."""
 
 
@@ -116,9 +124,9 @@ def run(bench: Bench, columns: list[str], report: Report, deadline: Deadline, pr
     with contextlib.ExitStack() as stack:
         gpu = stack.enter_context(Samples(*WATCHED))
         for place, name in enumerate(columns):
-            # The columns that figures need, and three rounds, must still fit behind this one.
+            # The columns that figures need, and three rounds at most, must still fit behind this one.
             later = [after for after in columns[place + 1 :] if after in ESSENTIAL]
-            reserve = sum(map(expected_s, later)) + ROUNDS_S
+            reserve = sum(map(expected_s, later)) + ROUNDS_S * min(args.rounds, 3) / 3
             limit = args.compile_limit if name == "compile_1x16" else PREPARE_S
             limit = min(limit, deadline.left() - reserve)
             if limit < 3.0:

@@ -45,6 +45,7 @@ def test_figures_come_from_the_fastest_exact_column_and_say_which_rival_is_missi
         graph_fused_compile=[70.0, 70.0],
         compile_regions_1x16=[130.0, 140.0],
         compile_1x16=[],
+        stock_4x4=[660.0, None],
     )
     turns.update({"ours+adam": rounds.Turn(name="ours+adam", column=None, row={}, ms=[60.0, 60.0])})
     turns.update({"ours+adam+fp8": rounds.Turn(name="ours+adam+fp8", column=None, row={}, ms=[50.0, 50.0])})
@@ -58,6 +59,8 @@ def test_figures_come_from_the_fastest_exact_column_and_say_which_rival_is_missi
     assert figures["vs_eager_4x4"] == pytest.approx(12.5)
     assert figures["vs_eager_1x16"] == pytest.approx(3.75)
     assert figures["launches_ratio"] == 4.0
+    assert figures["vs_stock_4x4"] == pytest.approx(11.0)
+    assert figures["vs_stock_1x16"] is None
     # Compiled blocks do not stand in for the compiled whole model.
     assert figures["compile_1x16_measured"] == 0.0
     assert figures["vs_compile_1x16"] is None
@@ -113,13 +116,30 @@ def test_gaps_are_counted_where_no_kernel_of_any_stream_runs(rounds):
     assert rounds.gaps([]) == {"span_ms": 0.0, "some_ms": 0.0}
 
 
+def test_a_stock_column_takes_its_turn_and_without_transformers_says_why_not(rounds, monkeypatch):
+    pytest.importorskip("transformers")
+    columns = importlib.import_module("_step_columns")
+    bench = columns.make_bench(tiny=True, device="cpu", mixed=False, samples=1)
+    settings = {"limit": 60.0, "base_gib": 0.0, "turn_s": 0.0, "least_steps": 1}
+    with contextlib.ExitStack() as stack:
+        turn = rounds.prepare("stock_1x16", bench, stack, **settings)
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        missing = rounds.prepare("stock_4x4", bench, stack, **settings)
+    assert "error" not in turn.row, turn.row["error"]
+    # Both compute the same in bf16, in another order of operations.
+    assert turn.row["stock_loss_deviation"] < 0.02
+    assert turn.row["transformers"]
+    assert missing.column is None
+    assert "pip install transformers" in missing.row["error"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_script_runs_from_end_to_end_and_a_bad_column_costs_only_its_row(tmp_path):
     pytest.importorskip("loongforge_fuse")
     pytest.importorskip("loongforge")
     out = tmp_path / "step.json"
-    columns = "eager_4x4,eager_1x16,nonsense,graph_fused,ours+adam+join"
+    columns = "eager_4x4,eager_1x16,nonsense,graph_fused,stock_1x16,ours+adam+join"
     command = [sys.executable, str(BENCHMARKS / "step_gpu.py"), "--tiny", "--columns", columns]
     command += ["--mixed-columns", "eager_1x16,ours+masters", "--rounds", "2", "--steps", "1"]
     done = subprocess.run(
@@ -133,6 +153,9 @@ def test_the_script_runs_from_end_to_end_and_a_bad_column_costs_only_its_row(tmp
         assert rows[("bf16", column)]["ms"]["n"] == 2, rows[("bf16", column)]
     assert rows[("mixed", "ours+masters")]["ms"]["n"] == 2
     assert result["figures"]["vs_eager_4x4"] > 0
+    # Without transformers the column has an error in its row, and the figure is None.
+    stock = rows[("bf16", "stock_1x16")]
+    assert (result["figures"]["vs_stock_1x16"] is None) == ("error" in stock), stock
     assert result["figures"]["mixed_step_ms"] > 0
     assert any(note.startswith("equality: ") for note in result["notes"])
 

@@ -150,3 +150,10 @@ def test_missing_transformers_are_named_with_the_way_out(stock_bench, monkeypatc
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(RuntimeError, match=r"need transformers.*pip install transformers"):
         stock_bench.stock.transformers_version()
+
+
+def test_classes_that_transformers_lacks_are_named_with_its_version(stock_bench, monkeypatch):
+    other = SimpleNamespace(__version__="4.1", Siglip2VisionConfig=None)
+    monkeypatch.setitem(sys.modules, "transformers", other)
+    with pytest.raises(RuntimeError, match=r"transformers 4\.1 has not the classes.*Siglip2VisionModel"):
+        stock_bench.stock.stock_of(shell_of(tiny_model(stock_bench)))
