@@ -58,22 +58,21 @@ def _gather(gradients: Sequence[Tensor | None], views: Sequence[Tensor], scale: 
     """All gradients of a bucket by a few kernels for hundreds of tensors; those in place already stay."""
     sources: list[Tensor] = []
     targets: list[Tensor] = []
-    in_place: list[Tensor] = []
     for gradient, view in zip(gradients, views, strict=True):
-        if gradient is view:
-            in_place.append(view)
-        elif gradient is None:
+        if gradient is None:
             continue
+        if gradient is view:
+            if scale != 1.0:
+                view.mul_(scale)
         elif gradient.is_sparse:
-            view.copy_(gradient.to_dense())
-            in_place.append(view)
+            view.copy_(gradient.to_dense()).mul_(scale)
         else:
             sources.append(gradient)
             targets.append(view)
     if sources:
         torch._foreach_copy_(targets, sources)
-    if scale != 1.0 and (targets or in_place):
-        torch._foreach_mul_([*targets, *in_place], scale)
+        if scale != 1.0:
+            torch._foreach_mul_(targets, scale)
 
 
 @torch.no_grad()
