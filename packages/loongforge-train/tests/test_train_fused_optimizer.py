@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from loongforge.config import CheckpointConfig, GuardConfig, PillarConfig, TrainConfig
-from loongforge.optim import ClippingOptimizer, build_optimizer, clips_itself
+from loongforge.optim import (
+    ClippingOptimizer,
+    build_optimizer,
+    clips_itself,
+    load_named_state,
+    named_state,
+)
 from loongforge.records import read_metrics
 from loongforge.session import Session
 from loongforge.testing import ToyModel
@@ -61,6 +67,20 @@ def test_a_run_goes_on_from_a_checkpoint_of_either(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
     for p, q in zip(weights(ours), weights(whole), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_settings_that_only_torchs_adamw_has_stay_as_configured_after_a_checkpoint_without_them() -> None:
+    from loongforge_fuse import FusedAdamW
+
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    ours = FusedAdamW(model.parameters(), lr=0.5)
+    ours.step()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    load_named_state(theirs, model, named_state(ours, model))
+    assert theirs.param_groups[0]["fused"] is True
+    assert theirs.param_groups[0]["lr"] == 0.5
+    theirs.step()
 
 
 class Poisoned(ToyModel):

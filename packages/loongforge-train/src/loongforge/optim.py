@@ -219,15 +219,18 @@ def _check_names(order: Sequence[str], groups: Sequence[Mapping[str, object]]) -
 def _positional_groups(
     optimizer: Optimizer, order: Sequence[str], groups: Sequence[Mapping[str, object]]
 ) -> list[dict[str, object]]:
-    """Return the optimizer's own groups by position, with the stored settings of their first parameter."""
+    """Return the optimizer's own groups by position, with the stored settings of their first parameter.
+
+    Settings that the checkpoint does not have stay: another optimizer may have written it.
+    """
     group_of = {str(name): group for group in groups for name in group["params"]}  # type: ignore[attr-defined]
     position, result = 0, []
     for group in optimizer.param_groups:
         source = group_of[order[position]] if group["params"] else group
         size = len(group["params"])
         settings = {key: value for key, value in source.items() if key not in _IDENTITY}
-        own = {key: group[key] for key in _IDENTITY - {"params"} if key in group}
-        result.append({**settings, **own, "params": list(range(position, position + size))})
+        here = {key: value for key, value in group.items() if key not in settings}
+        result.append({**settings, **here, "params": list(range(position, position + size))})
         position += size
     return result
 
