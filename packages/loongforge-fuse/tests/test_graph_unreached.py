@@ -148,3 +148,29 @@ def test_a_shape_is_watched_again_after_another_shapes_recording_met_new_state()
         optimizers[1].step()
         agree(ours, theirs)
     assert runner.stats().moved == {"optimizer_state": 1}
+
+
+@pytest.mark.parametrize("how", [{}, {"zero_in_graph": True}, {"gradients": "overwrite"}])
+@pytest.mark.parametrize("beside", ["in_line", "beside"])
+def test_a_layer_unfrozen_between_warm_up_and_capture_gets_its_gradients(how, beside):
+    torch.manual_seed(0)
+    ours = Cameras()
+    theirs = copy.deepcopy(ours)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (ours, theirs)]
+    config = GraphConfig(warmup_steps=1, weight_gradients=beside, **how)
+    runner = GraphRunner(ours, config, backend=TapeBackend(ours, optimizers[0]))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(8):
+        for model in (ours, theirs):
+            # Frozen in the first, watched pass, and later on with gradients of before.
+            model.one.requires_grad_(step not in {0, 4, 5})
+        batch = {"x": torch.randn(2, 1, 6, generator=generator)}
+        if not how:
+            optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+        runner.run(batch)
+        theirs(batch)["loss_sum"].sum().div(2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        agree(ours, theirs)
+    assert runner.stats().replays > 2, runner.stats()

@@ -169,6 +169,10 @@ class StepPass:
     def _clear(self, *, first: bool, last: bool) -> None:
         if not (first and self.clears):
             return
+        for parameter in self._model.parameters():
+            if not parameter.requires_grad and parameter.grad is not None:
+                # Frozen since: with what it last received an optimizer would move it in every step.
+                parameter.grad = None
         if self.overwrites(first=first, last=last):
             for parameter in self._model.parameters():
                 if parameter.requires_grad:

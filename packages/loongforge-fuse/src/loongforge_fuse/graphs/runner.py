@@ -250,7 +250,8 @@ class GraphRunner:
             entry.attach(zero=False)
             entry.unreached = self._live.without(entry.gradients)
             entry.reads_unreached = self._pass.reads_gradients(first=first, last=last)
-            recording = self._capture(backend, entry, first=first, last=last)
+            with self._live.watched(key):
+                recording = self._capture(backend, entry, first=first, last=last)
         except NoSampleLossesError:
             self._live.restore(kept)
             raise
@@ -258,6 +259,15 @@ class GraphRunner:
             self._live.restore(kept)
             self._ledger.failed(key, GraphReason.CAPTURE_FAILED, root_cause(error))
             return None, GraphReason.CAPTURE_FAILED
+        if not entry.overwrites and len(self._live.live(key)) > len(entry.gradients):
+            # It reaches parameters that no watched pass of this shape reached, such as those that were frozen
+            # then: a replay would lose their gradients.
+            self._live.restore(kept)
+            recording.release()
+            if not self._entries:
+                backend.renew()
+            self._ledger.again(key)
+            return None, GraphReason.WARM_UP
         if entry.overwrites:
             entry.gradients = [(p, g) for p, g in self._live.gradients() if g is not None]
             entry.unreached = self._live.without(entry.gradients)
