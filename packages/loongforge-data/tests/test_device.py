@@ -3,6 +3,8 @@ overwritten."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from loongforge_data.loader import ADFEDataLoader
@@ -58,6 +60,91 @@ def test_state_counts_what_was_handed_out():
     assert list(iterator) == []
     assert (prefetcher.epoch, prefetcher.batch) == (1, 0)
     assert len(prefetcher) == 6
+
+
+class Ahead(device.DevicePrefetcher):
+    """Pulls ahead as on a GPU, without one."""
+
+    def __init__(self, loader, depth):
+        super().__init__(loader, "cpu", depth=depth)
+        self.device = torch.device("cuda")
+
+    def _pull(self, source):
+        self.device = torch.device("cpu")
+        try:
+            return super()._pull(source)
+        finally:
+            self.device = torch.device("cuda")
+
+
+class Broken(ToyDataset):
+    def __getitem__(self, index):
+        if index == 5:
+            message = "sample 5 is damaged"
+            raise RuntimeError(message)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 9])
+def test_an_error_comes_after_the_batches_before_it_and_the_position_misses_none(depth):
+    prefetcher = Ahead(ADFEDataLoader(Broken(11), 2), depth)
+    seen = []
+
+    def take():
+        for batch in prefetcher:
+            seen.extend(indices_of([batch]))
+
+    with pytest.raises(Exception, match="sample 5 is damaged"):
+        take()
+    assert seen == [[0, 1], [2, 3]]
+    again = device.DevicePrefetcher(ADFEDataLoader(ToyDataset(11), 2), "cpu")
+    again.load_state_dict(prefetcher.state_dict())
+    again.set_epoch(0)
+    assert indices_of(again)[0] == [4, 5]
+
+
+class Slow:
+    """An event of a copy that takes until somebody waits for it."""
+
+    def __init__(self):
+        self.waited = False
+
+    def query(self):
+        return self.waited
+
+    def synchronize(self):
+        self.waited = True
+
+
+class Copying(Ahead):
+    """Copies that are not done when their batch is handed out."""
+
+    def __init__(self, loader, depth):
+        super().__init__(loader, depth)
+        self.events = []
+
+    def _pull(self, source):
+        staged = super()._pull(source)
+        if staged is None:
+            return None
+        self.events.append(Slow())
+        return dataclasses.replace(staged, ready=self.events[-1], began=Slow())
+
+    def _hand_out(self, entry):
+        return entry.value
+
+
+@pytest.mark.parametrize("stop", [None, 2])
+def test_memory_of_batches_is_not_given_back_before_their_copies_are_done(stop):
+    prefetcher = Copying(ADFEDataLoader(ToyDataset(8), 2), 2)
+    iterator = iter(prefetcher)
+    taken = [next(iterator) for _ in range(stop or 4)]
+    assert not any(event.waited for event in prefetcher.events)
+    if stop is None:
+        assert list(iterator) == []
+    else:
+        iterator.close()
+    assert all(event.waited for event in prefetcher.events[: len(taken)])
 
 
 def test_arguments_are_checked():

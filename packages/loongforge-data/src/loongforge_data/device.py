@@ -130,18 +130,32 @@ class DevicePrefetcher:
     # -- iteration ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[object]:
-        """Iterate over what the loader gives."""
+        """Iterate over what the loader gives; its error is raised after the batches that came before it."""
+        finished: deque[_Staged] = deque()
+        try:
+            yield from self._batches(finished)
+        finally:
+            # The loader writes its memory again as soon as nobody holds the batch.
+            for entry in finished:
+                if entry.ready is not None:
+                    entry.ready.synchronize()
+
+    def _batches(self, finished: deque[_Staged]) -> Iterator[object]:
+        """Yield the batches; ``finished`` holds those that were handed out and may still be on their way."""
         self._generation += 1
         generation = self._generation
         source = iter(self.loader)  # type: ignore[call-overload]
         staged: deque[_Staged] = deque()
-        finished: deque[_Staged] = deque()
         self._state = None
-        more = True
+        more, failure = True, None
         while True:
             start = time.perf_counter()
             while more and len(staged) < (self._depth if self.device.type == "cuda" else 1):
-                entry = self._pull(source)
+                try:
+                    entry = self._pull(source)
+                except Exception as error:
+                    # The position counts what was handed out: what is on its way is not lost for the error.
+                    entry, failure = None, error
                 if entry is None:
                     more = False
                 else:
@@ -159,6 +173,8 @@ class DevicePrefetcher:
             yield value
             if generation != self._generation:
                 return
+        if failure is not None:
+            raise failure
         self._state = None
 
     def _pull(self, source: Iterator[object]) -> _Staged | None:
