@@ -170,6 +170,18 @@ def test_a_changed_clip_of_our_adam_makes_a_recording_stale(place):
     assert runner.stats().moved == {"optimizer": 1}
 
 
+def test_an_optimizer_with_step_hooks_is_not_recorded_unless_allowed(place):
+    for hooks, ran in (("refuse", 4), ("allow", None)):
+        model, _ = place.pair()
+        optimizer = ours_adam(model)
+        seen = []
+        optimizer.register_step_post_hook(lambda *a, seen=seen: seen.append(a))
+        runner = GraphRunner(model, place.config(zero_in_graph=True, hooks=hooks), optimizer=optimizer)
+        graphs = [runner.run(place.drawn(model, step)).graph for step in range(4)]
+        assert any(graphs) == (hooks == "allow")
+        assert ran is None or len(seen) == ran
+
+
 def test_a_loaded_step_count_is_made_outside_of_captures():
     model = TinyVLA()
     optimizer = ours_adam(model)

@@ -34,8 +34,9 @@ class GraphConfig:
             capture. Default False.
         packed_rows: Packed batches are filled up to a multiple of this many rows, so that windows of about
             the same number of tokens share a graph. 0: packed passes run eagerly. Default 256.
-        hooks: ``"refuse"``: a model with module hooks runs eagerly, since a replay runs no Python code.
-            ``"allow"``: hooks may run at capture only. Default ``"refuse"``.
+        hooks: ``"refuse"``: a model with module hooks, or an optimizer in the graph with step hooks, runs
+            eagerly, since a replay runs no Python code. ``"allow"``: hooks may run at capture only. Hooks of
+            parameters are not looked at and never run in a replay. Default ``"refuse"``.
         buckets: Sizes to which varying dimensions are padded before a graph is looked up. Default none.
     """
 

@@ -74,6 +74,11 @@ class OptimizerInGraph:
     def _fused(self) -> bool:
         return all(bool(group.get("fused")) for group in self._optimizer.param_groups)
 
+    def hooked(self) -> bool:
+        """Whether Python code is to run around the optimizer's steps."""
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        return any(getattr(self._optimizer, name, None) for name in names)
+
     def refresh(self) -> None:
         """Copy learning rates that were assigned as numbers (or other tensors) to the device tensors."""
         if self._device.type != "cuda":

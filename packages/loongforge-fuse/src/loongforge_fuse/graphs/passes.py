@@ -132,6 +132,10 @@ class StepPass:
         """Whether the optimizer keeps a table of addresses, which must not be made inside a capture."""
         return self._optimizer is not None and self._optimizer.own_clip
 
+    def hooked(self) -> bool:
+        """Whether the optimizer has hooks around its steps."""
+        return self._optimizer is not None and self._optimizer.hooked()
+
     def prime(self) -> None:
         """Make the optimizer's tables for the gradients that are attached now, without a step."""
         if self._optimizer is not None:

@@ -27,7 +27,7 @@ class GraphReason(enum.StrEnum):
     PACKED = "packed"
     """A packed batch, and ``packed_rows`` is 0."""
     HOOKS = "hooks"
-    """The model has module hooks, whose Python code a replay would not run."""
+    """The model has module hooks, or the optimizer step hooks, whose Python code a replay would not run."""
     RELEASED = "released"
     """The runner was released."""
     WITHOUT_GRADIENTS = "without_gradients"

@@ -165,7 +165,7 @@ class GraphRunner:
             return GraphReason.CUSTOM_BACKWARD
         if not torch.is_grad_enabled():
             return GraphReason.WITHOUT_GRADIENTS
-        if self.config.hooks == "refuse" and self._pointers.hooked():
+        if self.config.hooks == "refuse" and (self._pointers.hooked() or self._pass.hooked()):
             return GraphReason.HOOKS
         if not self.config.packed_rows and any(isinstance(v, PackedLayout) for v in batch.values()):
             return GraphReason.PACKED
