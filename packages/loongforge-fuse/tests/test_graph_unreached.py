@@ -6,6 +6,8 @@ import pytest
 import torch
 from loongforge_fuse import GraphConfig, GraphRunner
 from loongforge_fuse.fusion.execute import Weighting
+from loongforge_fuse.graphs import entry
+from loongforge_fuse.graphs.entry import LiveParameters
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -174,3 +176,12 @@ def test_a_layer_unfrozen_between_warm_up_and_capture_gets_its_gradients(how, be
             optimizer.step()
         agree(ours, theirs)
     assert runner.stats().replays > 2, runner.stats()
+
+
+def test_what_shapes_reach_is_remembered_for_a_bounded_number_of_them(monkeypatch):
+    monkeypatch.setattr(entry, "SHAPES_REMEMBERED", 3)
+    live = LiveParameters(Cameras())
+    for key in (0, 1, 2, 0, 3):
+        with live.watched(key):
+            pass
+    assert [key for key in range(5) if live.knows(key)] == [0, 2, 3]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from loongforge_fuse.fusion.execute import Weighting
 from loongforge_fuse.graphs.backend import Recorded
 from loongforge_fuse.graphs.key import BatchSignature, static_copy
+from loongforge_fuse.graphs.ledger import SHAPES_REMEMBERED
 from loongforge_fuse.graphs.pointers import PointerSnapshot
 from loongforge_fuse.protocol import Batch
 
@@ -93,7 +94,11 @@ class LiveParameters:
             for handle in handles:
                 handle.remove()
             now = frozenset(found)
+            self._live.pop(key, None)
             self._live[key] = self._sets.setdefault(now, now)
+            while len(self._live) > SHAPES_REMEMBERED:
+                # The shape that was not watched for longest; it is watched again before its capture.
+                del self._live[next(iter(self._live))]
 
     def forget(self) -> None:
         """Forget which parameters receive gradients, after a change of what trains."""

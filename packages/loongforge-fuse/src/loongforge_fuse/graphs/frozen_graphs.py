@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loongforge_fuse.graphs.backend import CudaBackend, Outputs, Recorded
 from loongforge_fuse.graphs.key import is_constant
+from loongforge_fuse.graphs.ledger import SHAPES_REMEMBERED
 from loongforge_fuse.graphs.multiprocessors import leaving_free
 from loongforge_fuse.graphs.passes import numeric_modes
 from loongforge_fuse.graphs.pointers import ModelPointers, PointerSnapshot
@@ -154,6 +155,8 @@ class FrozenGraphs:
     ) -> _Recording | None:
         """Capture a shape that was seen often enough; on failure remember why."""
         self._seen[key] += 1
+        if len(self._seen) > SHAPES_REMEMBERED:
+            del self._seen[next(iter(self._seen))]
         if key in self.failures or self._seen[key] <= self._warmup:
             return None
         while len(self._recordings) >= self._most:
