@@ -196,6 +196,8 @@ def test_passes_of_two_models_may_end_in_any_order_and_leave_nothing_behind(plac
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert lates[0].taken == lates[1].taken > 0
+    assert not lates[0].in_line
+    assert not lates[1].in_line
     equal_gradients(*models)
     # A plain pass afterwards hands its gradients over as it always did.
     models[0].zero_grad()

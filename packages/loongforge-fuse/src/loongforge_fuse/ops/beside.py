@@ -87,22 +87,18 @@ class WeightGradients:
                 else:
                     del _collecting[self._device]
 
-    def takes(self, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether the gradients of these tensors can be late: trained weights here, seen by no hook."""
-        reason = None
+    def reason(self, parameters: Sequence[Tensor]) -> str | None:
+        """Return why gradients of these tensors cannot be late; None: trained weights here, without hooks."""
         if any(id(p) not in self._owned for p in parameters):
-            reason = "other_model"
-        elif any(getattr(p, name, None) for p in parameters for name in _GRADIENT_HOOKS):
-            reason = "hooks"
-        if reason is not None:
-            self.in_line[reason] += len(parameters)
-        return reason is None
+            return "other_model"
+        hooked = any(getattr(p, name, None) for p in parameters for name in _GRADIENT_HOOKS)
+        return "hooks" if hooked else None
 
     def add(self, parameters: Sequence[Tensor], products: Products, *, reads: Sequence[Tensor]) -> None:
         """Run ``products`` behind what the current stream holds; they return a gradient for each parameter.
 
         Args:
-            parameters: Those that :meth:`takes` allowed.
+            parameters: Those for which :meth:`reason` is None.
             products: The work; it runs at once on the host.
             reads: What it reads, beside weights; kept until it is done.
         """
@@ -165,5 +161,12 @@ def _ready_stream(device: torch.device) -> torch.cuda.Stream:
 
 def collector(device: torch.device, parameters: Sequence[Tensor]) -> WeightGradients | None:
     """Return what takes the gradients of these parameters in the present backward pass, or None."""
-    found = _collecting.get(_indexed(device), ())
-    return next((one for one in found if one.takes(parameters)), None)
+    reasons: list[tuple[WeightGradients, str]] = []
+    for one in _collecting.get(_indexed(device), ()):
+        reason = one.reason(parameters)
+        if reason is None:
+            return one
+        reasons.append((one, reason))
+    for one, reason in reasons:
+        one.in_line[reason] += len(parameters)
+    return None
