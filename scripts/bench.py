@@ -17,6 +17,7 @@ CPU_BENCHMARKS = (
     "data_kill",
     "mem_replay",
     "comm_plan",
+    "comm_hooks",
     "comm_sim",
     "comm_netns",
     "mixed_resolution",
