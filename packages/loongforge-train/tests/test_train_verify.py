@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import types
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loongforge.cli.verify import verify as verify_command
 from loongforge.config import TrainConfig
 from loongforge.errors import ConfigError
 from loongforge.ranks import Ranks
@@ -76,6 +78,11 @@ def test_unknown_toggles_are_refused() -> None:
         parse_toggles("mem,magic")
     with pytest.raises(ConfigError, match="toggle is empty"):
         parse_toggles(" ")
+
+
+def test_the_command_proves_every_pillar_unless_told_otherwise() -> None:
+    asked = inspect.signature(verify_command).parameters["toggle"].default
+    assert [toggle.name for toggle in parse_toggles(asked)] == list(TOGGLES)
 
 
 class NoisyGpu:

@@ -22,8 +22,8 @@ def verify(
     recipe: Annotated[str, typer.Option(help="Recipe name.")] = "gr00t_n1_6_tiny",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 200,
     toggle: Annotated[
-        str, typer.Option(help="Pillars to prove, one at a time: mem,data,fuse,graph,comm,ops,precision.")
-    ] = "mem,data,fuse,graph,comm,ops,precision",
+        str, typer.Option(help="Pillars to prove, one at a time, separated by commas; all by default.")
+    ] = "mem,data,fuse,graph,comm,optimizer,ops,precision",
     batch_size: Annotated[int, typer.Option(help="Samples per micro-batch and rank.")] = 4,
     accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 4,
     precision: Annotated[str, typer.Option(help="Precision of the reference: fp32 or bf16.")] = "fp32",
