@@ -45,6 +45,10 @@ def calls_of(action: Callable[[], object]) -> Counter[str]:
         action()
     finally:
         sys.setprofile(None)
+    # The end of a collective is noted in two calls by whichever thread sees it: this one, or the backend's.
+    landed = found["_land"]
+    found["python"] -= 2 * landed
+    found["clock"] -= landed
     return found
 
 
@@ -85,11 +89,6 @@ def both_models(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     }
 
 
-def about(calls: int) -> object:
-    """A number of calls, give or take what a wait on a loaded machine adds: far less than one a gradient."""
-    return pytest.approx(calls, abs=6)
-
-
 @pytest.fixture(scope="module")
 def growth() -> dict[str, dict[str, int]]:
     """Further calls of the larger model, which has 40 parameters more."""
@@ -108,7 +107,7 @@ def test_a_backward_inside_no_sync_calls_one_function_per_gradient(growth: dict[
 def test_a_synchronised_backward_calls_two_functions_per_gradient_and_no_clock(
     growth: dict[str, dict[str, int]],
 ) -> None:
-    assert growth["synced"]["python"] == about(2 * (LARGE - SMALL))
+    assert growth["synced"]["python"] == 2 * (LARGE - SMALL)
     assert growth["synced"]["fired"] == LARGE - SMALL
     assert growth["synced"].get("clock", 0) == 0
 
@@ -116,7 +115,7 @@ def test_a_synchronised_backward_calls_two_functions_per_gradient_and_no_clock(
 def test_gradients_are_timed_one_by_one_only_while_the_plan_is_learned(
     growth: dict[str, dict[str, int]],
 ) -> None:
-    assert growth["learning"]["clock"] == about(LARGE - SMALL)
+    assert growth["learning"]["clock"] == LARGE - SMALL
     assert growth["learning"]["note"] == LARGE - SMALL
 
 
