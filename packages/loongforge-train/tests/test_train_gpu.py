@@ -114,7 +114,7 @@ def test_fusion_and_graphs_keep_the_losses(
         assert last["graph"] is True, last["graph_reason"]
 
 
-@pytest.mark.parametrize("name", ["mem", "data", "fuse", "graph", "precision"])
+@pytest.mark.parametrize("name", ["mem", "data", "fuse", "graph", "optimizer", "precision"])
 def test_every_pillar_is_proven_equal(tmp_path: Path, name: str) -> None:
     def build(config: TrainConfig, ranks: Ranks) -> tuple[nn.Module, Callable[[], object]]:
         model = ToyModel(hidden=512)
