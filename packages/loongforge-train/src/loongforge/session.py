@@ -25,6 +25,7 @@ from loongforge.config import TrainConfig
 from loongforge.control.live import Live
 from loongforge.engine import Parts, StepEngine
 from loongforge.errors import CheckpointError, ConfigError, LoongForgeError, NonFiniteError, SpikeError
+from loongforge.forking import protect_forked_children
 from loongforge.probe import operator_cost_us, probed
 from loongforge.records import METRICS_FILE, StepRecord, drop_after
 from loongforge.rundir import prepare
@@ -64,6 +65,7 @@ class Session:
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, *, callbacks: Sequence[Callback] = ()) -> None:
+        protect_forked_children()
         self.config = config
         self.parts = parts
         self.engine = StepEngine(parts, epochs=config.epochs)
