@@ -105,14 +105,17 @@ def test_norms_with_modulation_have_their_own_default_among_the_plans(residual, 
 
 
 def test_the_default_of_a_modulated_norm_reaches_its_launch():
+    # A residual and few rows: there modulated rows are spread over other threads than plain ones.
     x, table = torch.randn(2, 3, 2048).to(torch.bfloat16), torch.randn(2, 2048).to(torch.bfloat16)
     with simulated_gpu() as launched:
+        ops.layer_norm_modulate(x, residual=x, scale=table, shift=table)
+        ops.layer_norm_modulate(x, residual=x, weight=table[0], bias=table[0])
         ops.layer_norm_modulate(x, scale=table, shift=table)
-        ops.layer_norm_modulate(x, weight=table[0], bias=table[0])
-    assert [(spec.options["gain"], spec.options["ahead"]) for spec in launched] == [
-        ("modulate", False),
-        ("scale", True),
+    assert [(spec.options["gain"], spec.options["threads"]) for spec in launched[:2]] == [
+        ("modulate", 256),
+        ("scale", 128),
     ]
+    assert [spec.options["shared"] for spec in launched] == [False, False, True]
 
 
 def test_known_decisions_are_not_measured_again(tuner):

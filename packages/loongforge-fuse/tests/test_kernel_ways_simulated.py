@@ -35,7 +35,7 @@ def backward_cases() -> list:
     for width in (1152, 1536, 2048):
         ways = norm_plan.backward_ways(width, columns=True, modulate=True, large=False)
         for name, plan in ways.items():
-            kind = (plan.apart, plan.turned, plan.stages > 0)
+            kind = (plan.apart, plan.turned, plan.stages > 0, plan.fetch)
             if plan.apart or plan.turned:
                 found.append(pytest.param(width, name, marks=() if kind not in seen else pytest.mark.slow))
                 seen.add(kind)
@@ -59,6 +59,7 @@ def test_rows_of_a_block_that_do_not_wait_for_each_other_add_up(width, way, grou
         dx, sums = norm_launch.run_norm_backward(g, carry, x, gain, mean, rstd, *form, torch.float32)
     assert launched[0].options["apart"] == ("apart" in way)
     assert launched[0].options["turned"] == ("turned" in way)
+    assert launched[0].options["fetch"] == ("fetch" in way)
     # The kernel that adds the partial sums may start early when, and only when, the one before says so.
     assert [spec.options.get("early", spec.follows) for spec in launched] == ["early" in way] * 2
     want, totals = reference.norm_backward(*(t.double() for t in (g, carry, x, gain, mean, rstd)), *form)
@@ -66,13 +67,51 @@ def test_rows_of_a_block_that_do_not_wait_for_each_other_add_up(width, way, grou
     close(sums.view(-1, width), totals.view(-1, width), 2e-5)
 
 
+@pytest.mark.parametrize("layer", [True, False])
+def test_statistics_that_nobody_reads_share_one_buffer(layer, monkeypatch):
+    shared = torch.full((2**16,), float("nan"))
+    monkeypatch.setitem(norm_launch._unread, -1, shared)
+    x, w = torch.randn(3, 7, 256).to(BF16), torch.randn(256).to(BF16)
+    with simulated_gpu() as launched:
+        norm = ops.layer_norm_modulate if layer else ops.rms_norm
+        y = norm(x, weight=w, eps=1e-6)
+    assert len(launched) == 1
+    assert torch.isfinite(shared[:21]).all() and torch.isnan(shared[21:]).all()
+    form = (layer, False, 21, 1e-6, torch.float64)
+    want = reference.norm(x.view(21, 256).double(), None, w.double().unsqueeze(0), None, *form)[0]
+    close(y.view(21, 256), want, 2**-7)
+
+
+def test_statistics_that_are_read_have_memory_of_their_own(monkeypatch):
+    shared = torch.full((2**16,), float("nan"))
+    monkeypatch.setitem(norm_launch._unread, -1, shared)
+    x, w = torch.randn(3, 256).to(BF16).requires_grad_(), torch.randn(256).to(BF16)
+    with simulated_gpu():
+        ops.layer_norm_modulate(x, weight=w).sum().backward()
+        large = norm_launch._statistics(x, 2**16 + 1)
+    assert torch.isnan(shared).all()
+    assert large.numel() == 2**16 + 1
+
+
+def test_a_buffer_for_all_is_not_made_during_a_capture(monkeypatch):
+    monkeypatch.setattr(norm_launch, "_unread", {})
+    x = torch.zeros(1)
+    monkeypatch.setattr(norm_launch, "capturing", lambda: True)
+    assert norm_launch._statistics(x, 5).numel() == 5
+    assert not norm_launch._unread
+    monkeypatch.setattr(norm_launch, "capturing", lambda: False)
+    assert norm_launch._statistics(x, 5) is norm_launch._statistics(x, 2**16)
+
+
 def forward_cases() -> list:
-    """Ways of one warp for a row, and ways that walk the rows and read gain and offset late."""
+    """Ways of one warp for a row, that walk the rows and read gain and offset late, or find them in shared
+    memory.
+    """
     found, seen = [], set()
     for width in (1152, 1536, 2048):
         ways = norm_plan.forward_ways(width, residual=False, large=True, layer=True, modulate=True)
         for name, plan in ways.items():
-            kind = (plan.ahead and plan.late, plan.threads <= 32)
+            kind = (plan.ahead and plan.late, plan.threads <= 32, plan.shared)
             if any(kind):
                 found.append(pytest.param(width, name, marks=() if kind not in seen else pytest.mark.slow))
                 seen.add(kind)
@@ -93,6 +132,7 @@ def test_forward_ways_normalise_every_row_of_every_group(width, way, groups, row
     assert done is not None
     assert launched[0].options["ahead"] == plan.ahead
     assert launched[0].options["late"] == plan.late
+    assert launched[0].options["shared"] == plan.shared
     y, _, mean, rstd = reference.norm(
         x.view(-1, width).double(),
         None,

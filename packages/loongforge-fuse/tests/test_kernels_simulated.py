@@ -275,11 +275,14 @@ def test_float32_rows_far_from_zero_keep_their_digits(launched):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "groups", "width"), [(1, 5, 8), (13, 2, 264), (64, 1, 128), (65, 3, 40), (300, 1, 40)]
+    ("chunks", "groups", "width"),
+    [(1, 5, 8), (13, 2, 264), (16, 3, 264), (17, 2, 264), (64, 1, 128), (65, 3, 40), (300, 1, 40)],
 )
 def test_partial_sums_are_added_whatever_their_number(launched, chunks, groups, width):
     part = torch.randn(groups, chunks, width)
     got = add_partials(part, torch.float32, "test")
+    # Few partial sums need few rows in flight.
+    assert (launched[0].options["ahead"] == 4) == (chunks <= 16)
     assert float((got - part.double().sum(1)).abs().max()) < 1e-4
     assert torch.equal(add_partials(part, torch.float32, "test"), got)
 

@@ -83,6 +83,8 @@ def norm_kernels() -> Iterator[KernelSpec]:
 
     for code, lines, follows in product(FLOATS, (FEW, MANY, MOST), (False, True)):
         yield column_spec(code, lines, follows=follows)
+        if lines == FEW:
+            yield column_spec(code, lines, follows=follows, brief=True)
     for width, norms in NORMS.items():
         for (x, r, w, y), (layer, gain, offset) in product(_norm_types(width), norms):
             for residual, large in product((False, True), (False, True)):
@@ -95,7 +97,8 @@ def norm_kernels() -> Iterator[KernelSpec]:
                     plan, width, layer=layer, x=x, r=r, w=w, y=y, gain=gain, offset=offset, residual=residual
                 )
             for columns, large in product((False, True), (False, True)):
-                back = backward_plan(width, columns=columns, large=large, layer=layer)
+                modulate = gain == "modulate"
+                back = backward_plan(width, columns=columns, large=large, layer=layer, modulate=modulate)
                 if back is None or (columns and gain == "none"):
                     continue
                 back = fitted(back, width, x=x, w=w, y=y)

@@ -143,7 +143,12 @@ def transforming() -> bool:
 
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Tell whether autograd has to record this call."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110 - a generator costs as much again
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 SetupContext = Callable[..., None]

@@ -15,9 +15,9 @@ from loongforge_fuse.ops._common import CODES, resolve
 MOST, MANY, FEW = 64, 32, 4
 _FEW_CHUNKS = 64
 FOLLOWING = 90  # compute capability from which on a kernel may start before the one in front has ended
-_AHEAD = (
-    12  # rows in flight for a thread: 264 partial sums, two blocks a processor, are one round of 32 lines
-)
+# Rows in flight for a thread: 264 partial sums, two blocks a processor, are one round of 32 lines; and 16, as
+# where groups of rows have partial sums of their own, one of 4 lines, which more room would only slow down.
+_AHEAD, _AHEAD_OF_FEW = 12, 4
 _calls: dict[Hashable, Function] = {}
 
 
@@ -26,12 +26,14 @@ def _block(lines: int) -> int:
     return 512 if lines == MOST else 256
 
 
-def column_spec(y: str, lines: int, *, follows: bool = False) -> KernelSpec:
-    """Return the specification of the kernel that adds the partial column sums into type `y`."""
+def column_spec(y: str, lines: int, *, follows: bool = False, brief: bool = False) -> KernelSpec:
+    """Return the specification of the kernel that adds the partial column sums into type `y`; `brief`: of at
+    most 16 chunks.
+    """
     return KernelSpec(
         module="columns",
         maker="column_sums",
-        options={"y": y, "lines": lines, "ahead": _AHEAD, "follows": follows},
+        options={"y": y, "lines": lines, "ahead": _AHEAD_OF_FEW if brief else _AHEAD, "follows": follows},
         arguments="PPqq",
         block=_block(lines),
         follows=follows,
@@ -53,10 +55,13 @@ def add_partials(part: Tensor, dtype: torch.dtype, name: str, *, follows: bool =
     groups, chunks, width = part.shape
     lines = FEW if chunks <= _FEW_CHUNKS else MANY if chunks <= MANY * _AHEAD else MOST
     device = part.get_device()
-    key = (device, dtype, lines, follows)
+    brief = chunks <= FEW * _AHEAD_OF_FEW
+    key = (device, dtype, lines, follows, brief)
     call = _calls.get(key)
     if call is None and dtype in CODES:
-        call = resolve(name, _calls, key, column_spec(CODES[dtype], lines, follows=follows), device)
+        call = resolve(
+            name, _calls, key, column_spec(CODES[dtype], lines, follows=follows, brief=brief), device
+        )
     if call is None:
         return part.sum(1).to(dtype)
     out = torch.empty((groups, width), dtype=dtype, device=part.device)

@@ -53,6 +53,8 @@ def _plans(job: str, ways: dict[str, RowPlan]) -> list[RowPlan]:
 
 
 _empties: dict[torch.device, Tensor] = {}
+_UNREAD_ROWS = 2**16
+_unread: dict[int, Tensor] = {}
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -60,6 +62,21 @@ def _nothing(x: Tensor) -> Tensor:
     found = _empties.get(x.device)
     if found is None:
         found = _empties[x.device] = torch.empty(0, dtype=torch.float32, device=x.device)
+    return found
+
+
+def _statistics(x: Tensor, rows: int) -> Tensor:
+    """Return float32 values for at least `rows` rows that kernels write and nobody reads.
+
+    Up to 65,536 rows share one buffer of 256 KiB a device, whatever the stream: an allocation costs the host
+    as much as the launch. It is never freed, so a captured graph may keep its address.
+    """
+    device = x.get_device()
+    found = _unread.get(device)
+    if found is None and not capturing():
+        found = _unread[device] = torch.empty(_UNREAD_ROWS, dtype=torch.float32, device=x.device)
+    if found is None or rows > _UNREAD_ROWS:
+        return torch.empty(rows, dtype=torch.float32, device=x.device)
     return found
 
 
@@ -143,8 +160,7 @@ def run_norm(
 
     Returns:
         y and total in the shape of x, total None without residual; mean (empty for RMSNorm) and rstd, float32
-        (rows,), which share memory and must not be used unless `keep`. None, and counted, when no kernel
-        fits.
+        (rows,), which must not be used unless `keep`. None, and counted, when no kernel fits.
     """
     width = x.shape[-1]
     pointer, total_at, gain_at, offset_at, residual_at = x.data_ptr(), 0, 0, 0, 0
@@ -176,7 +192,7 @@ def run_norm(
         total = torch.empty_like(x)
         total_at = total.data_ptr()
     rows = count // width
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(rows, dtype=torch.float32, device=x.device) if keep else _statistics(x, rows)
     mean = (torch.empty_like(rstd) if keep else rstd) if layer else _nothing(x)
     if rows:
         call, plan = found

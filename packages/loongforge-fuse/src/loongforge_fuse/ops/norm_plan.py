@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from loongforge_fuse.kernels.specs import KernelSpec
 from loongforge_fuse.ops.columns import FOLLOWING
 
+_MARKS = ("late", "shared", "apart", "turned", "early", "fetch")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan:
@@ -19,6 +21,7 @@ class RowPlan:
         each: elements of a vector, 8 or 4.
         ahead: forward only: a fixed grid walks the rows and loads ahead, instead of a grid over all rows.
         late: forward only: gain and offset are read where they are used, not held from the start.
+        shared: forward only: gain and offset are copied to shared memory from the start and read there.
         min_blocks: blocks that must fit on a multiprocessor; 0: the compiler's choice.
         waves: blocks on each multiprocessor where a fixed grid walks the rows without column sums.
         rows_each: backward with column sums: rows that a block has at least, since its partial sums cost as
@@ -27,6 +30,7 @@ class RowPlan:
         apart: backward: the rows of a block have barriers of their own and do not wait for each other.
         turned: backward: each group of rows begins at another of its rows.
         early: backward with column sums: the kernel that adds partial sums may start before this one ends.
+        fetch: backward: the second-level cache is asked for the row after the next one, from 9.0 on.
     """
 
     threads: int
@@ -35,6 +39,7 @@ class RowPlan:
     each: int = 8
     ahead: bool = False
     late: bool = False
+    shared: bool = False
     min_blocks: int = 0
     waves: int = 24
     rows_each: int = 4
@@ -42,6 +47,7 @@ class RowPlan:
     apart: bool = False
     turned: bool = False
     early: bool = False
+    fetch: bool = False
 
     @property
     def name(self) -> str:
@@ -50,7 +56,7 @@ class RowPlan:
         limit = f" min {self.min_blocks}" if self.min_blocks else ""
         stages = f" stages {self.stages}" if self.stages else ""
         spread = f"{self.threads}x{self.vectors}x{self.each} block {self.block}"
-        marks = "".join(f" {mark}" for mark in ("late", "apart", "turned", "early") if getattr(self, mark))
+        marks = "".join(f" {mark}" for mark in _MARKS if getattr(self, mark))
         return f"{spread}{walk}{limit} rows {self.rows_each}{stages}{marks}"
 
     def full(self, width: int) -> bool:
@@ -85,8 +91,9 @@ def forward_plan(
 ) -> RowPlan | None:
     """Return the plan for rows of `width` elements, or None when no kernel takes such a row.
 
-    Without a residual a row moves half the bytes, so its fixed costs weigh more: there rows of up to 1152
-    elements go to one warp without a barrier, and blocks walk the rows where that was measured to be faster.
+    Without a residual a row moves half the bytes, so its fixed costs weigh more: there gain and offset of
+    LayerNorm wait in shared memory. Blocks that run at a time are of few groups of rows, and find them in the
+    same cache.
 
     Args:
         width: elements of a row.
@@ -100,27 +107,29 @@ def forward_plan(
         return None
     if count <= 32:
         return RowPlan(threads=_narrow(count), vectors=1, block=128)
-    if width == 1152 and not residual:
-        return RowPlan(threads=96, vectors=3, block=96, each=4, ahead=True, late=True, waves=12)
-    if width == 1536 and not large and (residual or not modulate):
+    if layer and not residual and width in _SHARED:
+        return _shared(width)
+    if width == 1536 and residual and not large:
         return RowPlan(threads=128, vectors=3, block=128, each=4)
-    if width == 2048 and layer and not residual:
-        late = RowPlan(threads=128, vectors=2, block=128, late=True)
-        # As measured: large tensors are walked where groups of rows are modulated, small ones where not.
-        walks = large == modulate
-        return replace(late, ahead=True, waves=8) if walks else replace(late, min_blocks=12)
     if width == 2048 and residual and modulate and not large:
         return RowPlan(threads=256, vectors=1, block=256)
     if not residual and width % 128 == 0 and width % 256 and width <= 1152:
         return RowPlan(threads=32, vectors=width // 128, block=96, each=4)
     threads, vectors, each = _spread(width)
-    ahead = not residual and width == 1536 and large
+    return RowPlan(threads=threads, vectors=vectors, block=threads, each=each)
+
+
+def _shared(width: int) -> RowPlan:
+    """Return the forward plan of an entry of ``_SHARED``."""
+    threads, vectors, each, fits = _SHARED[width]
     return RowPlan(
-        threads=threads, vectors=vectors, block=threads, each=each, ahead=ahead, waves=8 if ahead else 24
-    )
+        threads=threads, vectors=vectors, block=threads, each=each, shared=True, min_blocks=fits
+    )  # fmt: skip
 
 
-def backward_plan(width: int, *, columns: bool, large: bool = True, layer: bool = True) -> RowPlan | None:
+def backward_plan(
+    width: int, *, columns: bool, large: bool = True, layer: bool = True, modulate: bool = False
+) -> RowPlan | None:
     """Return the plan of the backward kernel, or None when no kernel takes such a row.
 
     Args:
@@ -128,6 +137,7 @@ def backward_plan(width: int, *, columns: bool, large: bool = True, layer: bool 
         columns: whether column sums are made.
         large: whether the tensor is too large for the caches; small ones were measured on their own.
         layer: LayerNorm, which has twice the column sums; else RMSNorm.
+        modulate: whether gain and offset are those of a group of rows; measured apart from plain weights.
     """
     count = width // 8
     if width % 8 or not count or count > 1024:
@@ -136,6 +146,8 @@ def backward_plan(width: int, *, columns: bool, large: bool = True, layer: bool 
         threads = 32 if columns else _narrow(count)
         return RowPlan(threads=threads, vectors=1, block=32 if columns else 128)
     threads, vectors, each = _spread(width)
+    if columns and large and layer and (width, modulate) in _WALKED:
+        return _WALKED[width, modulate]
     if columns and width in _STAGED:
         # As measured; the one case of RMSNorm has half the column sums and wants the same plan for all sizes.
         return _staged(_STAGED[width][1 if not large and (layer or width != 2048) else 0])
@@ -171,7 +183,7 @@ _FORWARD_SPREADS = {
 # the compiler makes fit), and for blocks that walk the rows as many as fit.
 _LATE = {
     2048: ((128, 2, 8, 12),),
-    1536: ((96, 2, 8, 0), (32, 6, 8, 0)),
+    1536: ((96, 2, 8, 0), (96, 2, 8, 16), (32, 6, 8, 0)),
     1152: ((96, 3, 4, 0), (32, 9, 4, 12)),
 }
 _LATE_AHEAD = {
@@ -179,6 +191,8 @@ _LATE_AHEAD = {
     1536: ((96, 2, 8, 10),),
     1152: ((96, 3, 4, 12),),
 }
+# The same with gain and offset in shared memory.
+_SHARED = {2048: (128, 2, 8, 12), 1536: (96, 2, 8, 16), 1152: (96, 3, 4, 16)}
 # Backward with column sums, first the default of large tensors, then that of small ones: (threads, vectors,
 # elements, rows of a block, blocks that fit, rows that are copied ahead to shared memory, whether rows have
 # barriers of their own). Several rows in a block leave fewer partial sums behind, more blocks wait less for
@@ -194,13 +208,18 @@ _STAGED = {
         (96, 2, 8, 1, 5, 0, False),
         (128, 3, 4, 5, 1, 0, True),
         (96, 2, 8, 2, 2, 3, True),
-        (96, 2, 8, 5, 1, 1, True),
     ),
     1152: (
         (96, 3, 4, 3, 2, 3, True),
         (96, 3, 4, 3, 2, 3, True),
         (96, 3, 4, 2, 3, 3, True),
     ),
+}
+# As measured for large tensors of LayerNorm, by width and whether groups of rows are modulated.
+_WALKED = {
+    (1536, False): replace(_staged((128, 3, 4, 5, 1, 0, True)), fetch=True),
+    (1536, True): replace(_staged((96, 2, 8, 5, 1, 0, True)), fetch=True, turned=True),
+    (2048, True): replace(_staged((128, 2, 8, 4, 1, 0, True)), turned=True),
 }
 _ELSEWHERE = {2048: 0, 1536: 1, 1152: 2}  # entries for other GPUs and types: blocks of at most 256 threads
 
@@ -222,6 +241,8 @@ def forward_ways(
         block = threads * -(-96 // threads)
         plan = RowPlan(threads=threads, vectors=vectors, block=block, each=each, late=True, min_blocks=fits)
         plans.append(plan)
+    if not residual and width in _SHARED:
+        plans.append(_shared(width))
     for threads, vectors, each, fits in () if residual else _LATE_AHEAD.get(width, ()):
         plan = RowPlan(threads=threads, vectors=vectors, block=threads, each=each, late=True)
         plans.append(replace(plan, ahead=True, waves=fits))
@@ -232,17 +253,20 @@ def backward_ways(
     width: int, *, columns: bool, modulate: bool = False, large: bool = True, layer: bool = True
 ) -> dict[str, RowPlan]:
     """Return plans of the backward kernel by name, the default first."""
-    first = backward_plan(width, columns=columns, large=large, layer=layer)
+    first = backward_plan(width, columns=columns, large=large, layer=layer, modulate=modulate)
     if first is None:
         return {}
     if not columns:
         return {plan.name: plan for plan in (first, replace(first, waves=40))}
     plans = [first]
     if width in _STAGED:
-        plans += [*map(_staged, _STAGED[width]), elsewhere(first, width)]
+        staged = [_staged(form) for form in _STAGED[width]]
+        # What is copied ahead needs no other way to be there early.
+        staged += [replace(plan, fetch=True) for plan in staged if not plan.stages and plan.apart]
+        plans += [*staged, elsewhere(first, width)]
         if modulate:
             # Groups of rows are walked side by side.
-            plans.append(replace(_staged(_STAGED[width][0]), turned=True))
+            plans += [replace(plan, turned=True) for plan in staged if plan.apart and plan.stages < 3]
     return {plan.name: plan for plan in plans}
 
 
@@ -292,6 +316,7 @@ def forward_spec(
             "full": plan.full(width),
             "ahead": plan.ahead,
             "late": plan.late and (gain != "none" or offset),
+            "shared": plan.shared and (gain != "none" or offset),
         },
         arguments="PPPPPPPPqqqqf",
         block=plan.block,
@@ -336,10 +361,11 @@ def backward_spec(
             "apart": plan.apart,
             "turned": plan.turned,
             "early": plan.early,
+            "fetch": plan.fetch and plan.full(width),
         },
         arguments="PPPPPPPPPqqq",
         block=plan.block,
-        capability=FOLLOWING if plan.early else 0,
+        capability=FOLLOWING if plan.early or plan.fetch else 0,
         # The other types need more registers and would spill under the limit.
         min_blocks=plan.min_blocks if x == y == "bf16" and (w == x or not plan.stages) else 0,
         vector=plan.each == 8,

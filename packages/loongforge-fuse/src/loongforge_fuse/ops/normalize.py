@@ -65,10 +65,8 @@ def _dispatched(
     return y.view(shape) if residual is None else (y.view(shape), total.view(shape))
 
 
-def _table(name: str, what: str, value: Tensor | None, x: Tensor) -> Tensor | None:
+def _table(name: str, what: str, value: Tensor, x: Tensor) -> Tensor:
     """Check a weight (D,) or a modulation (B, D) or (B, 1, D), and return it with one or two dimensions."""
-    if value is None:
-        return None
     width = x.shape[-1]
     if value.dim() == 1 and value.shape[0] == width:
         return value
@@ -161,8 +159,10 @@ def layer_norm_modulate(
             message = f"{name}: table stands alone, without weight, bias, scale and shift"
             raise ValueError(message)
         return _run_table(x, residual, _joined_table(name, table, x), (True, True, eps, dtype or x.dtype))
-    affine, add = _table(name, "weight", weight, x), _table(name, "bias", bias, x)
-    factor, move = _table(name, "scale", scale, x), _table(name, "shift", shift, x)
+    affine = None if weight is None else _table(name, "weight", weight, x)
+    add = None if bias is None else _table(name, "bias", bias, x)
+    factor = None if scale is None else _table(name, "scale", scale, x)
+    move = None if shift is None else _table(name, "shift", shift, x)
     if factor is None and move is None:
         gain, offset, modulate = affine, add, False
     elif affine is None and add is None:
@@ -249,5 +249,5 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm(x + residual) * weight in one pass; arguments and result as in :func:`layer_norm_modulate`."""
     _check_shapes("rms_norm", x, residual)
-    gain = _table("rms_norm", "weight", weight, x)
+    gain = None if weight is None else _table("rms_norm", "weight", weight, x)
     return _run(x, residual, gain, None, (False, False, eps, dtype or x.dtype))

@@ -220,8 +220,11 @@ def _copies(access: _Access) -> dict[str, Any]:
 
     return {
         "COPY_ASYNC": {w: begin(w) for w in (1, 2, 4)},
+        "COPY_CACHED": {w: begin(w) for w in (1, 2, 4)},
         "AWAIT_COPIES": {n: lambda shared, n=n: shared.await_groups(n) for n in range(4)},
         "close_copies": lambda shared: shared.close_group(),
+        # Only a hint, but one that must stay inside a buffer.
+        "fetch_run": lambda address, index, size: access.words(address, size * index, size // 4) and None,
     }
 
 

@@ -365,9 +365,7 @@ def _make_shared_narrow(bits: int) -> Device:
 shared_store_u16 = _make_shared_narrow(16)
 
 
-def _make_copy_async(words: int) -> Device:
-    # Pieces of 16 bytes pass by the first-level cache.
-    kind = "cg" if words == 4 else "ca"
+def _make_copy_async(words: int, kind: str) -> Device:
     code = (
         "{ .reg .u64 %to; cvta.to.shared.u64 %to, $0;"
         f" cp.async.{kind}.shared.global [%to], [$1], {4 * words}; }}"
@@ -417,8 +415,24 @@ def close_copies(typingctx, shared):
     return types.void(shared), codegen
 
 
-COPY_ASYNC = {w: _make_copy_async(w) for w in (1, 2, 4)}
+# What is read once passes by the first-level cache, which only copies of 16 bytes can; what other blocks of
+# the multiprocessor read too goes through it.
+COPY_ASYNC = {w: _make_copy_async(w, "cg" if w == 4 else "ca") for w in (1, 2, 4)}
+COPY_CACHED = {w: _make_copy_async(w, "ca") for w in (1, 2, 4)}
 AWAIT_COPIES = {n: _make_await_copies(n) for n in range(4)}
+
+
+@intrinsic
+def fetch_run(typingctx, address, index, size):
+    """Begin to bring `size` bytes, run `index` of as many, into the second-level cache; from 9.0 on."""
+
+    def codegen(context, builder, signature, args):
+        wide = builder.sext(args[2], low.I64)
+        source = builder.add(builder.ptrtoint(args[0], low.I64), builder.mul(args[1], wide))
+        low.effect(builder, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}", [source, args[2]])
+        return context.get_dummy_value()
+
+    return types.void(ADDRESS, int64, types.int32), codegen
 
 
 @intrinsic

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from numba import cuda, float32, int32, int64, uint32
 
 from loongforge_fuse.kernels.source.barriers import begin_next, some_barrier
-from loongforge_fuse.kernels.source.common import narrow_sum
+from loongforge_fuse.kernels.source.common import FULL_WARP, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
     AWAIT_COPIES,
     COPY_ASYNC,
@@ -21,10 +21,17 @@ from loongforge_fuse.kernels.source.intrinsics import (
     SHARED_LOAD,
     STORE,
     close_copies,
+    fetch_run,
     raw_words,
     reciprocal,
 )
-from loongforge_fuse.kernels.source.norm_forward import place_in_row, put_pair, take_pair
+from loongforge_fuse.kernels.source.norm_forward import (
+    copy_pieces,
+    place_in_row,
+    put_pair,
+    take_pair,
+    take_pieces,
+)
 
 Kernel = Callable[..., None]
 
@@ -43,10 +50,12 @@ def add_below(sums, others, lane, sub, row, threads, size):
 
 
 @cuda.jit(device=True, inline="always")
-def copy_pieces(copy, stage, run, source, at, pieces, block):
-    """Start to copy vector `at` to the runs of shared memory from `run` on: this thread's place in each."""
-    for p in range(pieces):
-        copy(stage, (run + p) * block + int64(cuda.threadIdx.x), source, at * pieces + p)
+def kept(value):
+    """Return the value in a way that the compiler cannot repeat: it holds it instead of making it anew.
+
+    All lanes of the warp must come here.
+    """
+    return cuda.shfl_xor_sync(FULL_WARP, value, 0)
 
 
 @cuda.jit(device=True, inline="always")
@@ -97,6 +106,7 @@ def norm_backward(
     apart: bool,
     turned: bool,
     early: bool,
+    fetch: bool,
     block: int,
 ) -> Kernel:
     """Kernel (x, dy, gain, mean, rstd, carry, dx, part_g, part_o, group_rows, width, gain_step).
@@ -115,7 +125,8 @@ def norm_backward(
     `apart`: each row of a block has a barrier of its own, so rows do not wait for each other; `threads` is a
     multiple of 32. `turned`: each group begins at another of its rows, so that groups whose size is a power
     of two do not all read at the same distance from such a border. `early`: the kernel that adds the partial
-    sums may start before this one ends.
+    sums may start before this one ends. `fetch`: the row after the next one is on its way to the second-level
+    cache, at the cost of one instruction of one thread, while the next one is to the registers.
 
     With m1 and m2 the means of dy * g and dy * g * xhat, dx = rstd * (dy * g - m1 - xhat * m2), which is one
     product and two fused multiply-adds an element: rstd * (dy * g) + (x * slope + level).
@@ -144,7 +155,10 @@ def norm_backward(
     # Runs of one piece for each thread of the block: its neighbours' pieces are its pieces' neighbours.
     runs_x, runs_y = vectors * pieces_x, vectors * pieces_y
     staged_x, staged_y = max(stages * held_x * block, 4), max(stages * held_y * block, 4)
+    bytes_x, bytes_y = 4 * held_x * threads, 4 * held_y * threads  # of a full row
     joined = columns and not single
+    # Left to itself the compiler widens gains again for each row, to save registers that are there.
+    holds = scaled and each == 8
     # Where rows are copied ahead, shared memory has place for the sums of one row; else for those of all.
     together = joined and full and not piped
     gathered = (threads * size * (per_block if together else 1)) if joined else 4
@@ -176,7 +190,6 @@ def norm_backward(
         stage_x = cuda.shared.array(staged_x, uint32, alignment=16)
         stage_y = cuda.shared.array(staged_y, uint32, alignment=16)
         others = cuda.shared.array(gathered, float32, alignment=16)
-        mine = int64(cuda.threadIdx.x)
         if early:
             begin_next()
         if piped:
@@ -217,6 +230,9 @@ def norm_backward(
         if modulate:
             for j in range(size):
                 g[j] += float32(1.0)
+        if holds:
+            for j in range(size):
+                g[j] = kept(g[j])
         scale = float32(share) if full else reciprocal(float32(int32(width)))
         turn = int64(0)
         stage = 0
@@ -225,17 +241,19 @@ def norm_backward(
             base = (first + turned_row(row, begin, group_rows, turned)) * count
             mean = next_mean
             rstd = next_rstd
+            if fetch and lane == 0 and row + 2 * stride < group_rows:
+                far = first + turned_row(row + 2 * stride, begin, group_rows, turned)
+                fetch_run(px, far, int32(bytes_x))
+                fetch_run(pd, far, int32(bytes_y))
             if piped:
                 await_row(stage_x)
                 for j in range(vectors):
                     c = lane + j * threads
                     if live and (full or c < count):
-                        for p in range(pieces_x):
-                            place = (stage * runs_x + j * pieces_x + p) * block + mine
-                            take_x(stage_x, place, raw_x, words_x * j + 4 * p)
-                        for p in range(pieces_y):
-                            place = (stage * runs_y + j * pieces_y + p) * block + mine
-                            take_y(stage_y, place, raw_y, words_y * j + 4 * p)
+                        run = stage * runs_x + j * pieces_x
+                        take_pieces(take_x, stage_x, run, pieces_x, block, raw_x, words_x * j)
+                        run = stage * runs_y + j * pieces_y
+                        take_pieces(take_y, stage_y, run, pieces_y, block, raw_y, words_y * j)
                     else:
                         for p in range(words_x):
                             raw_x[words_x * j + p] = uint32(0)

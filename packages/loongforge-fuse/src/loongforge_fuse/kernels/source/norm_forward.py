@@ -15,6 +15,8 @@ from numba import cuda, float32, int32, int64, uint32
 
 from loongforge_fuse.kernels.source.common import FULL_WARP, narrow_sum
 from loongforge_fuse.kernels.source.intrinsics import (
+    AWAIT_COPIES,
+    COPY_CACHED,
     EXPAND,
     LOAD_RAW,
     ROUNDED,
@@ -23,6 +25,7 @@ from loongforge_fuse.kernels.source.intrinsics import (
     STORE,
     STORE_SCALAR,
     bits_of,
+    close_copies,
     inverse_root,
     raw_words,
     reciprocal,
@@ -87,6 +90,20 @@ def take_pair(scratch, place, words, numbers):
     _WIDEN(words, 0, numbers, 0)
 
 
+@cuda.jit(device=True, inline="always")
+def copy_pieces(copy, stage, run, source, at, pieces, block):
+    """Start to copy vector `at` to the runs of shared memory from `run` on: this thread's place in each."""
+    for p in range(pieces):
+        copy(stage, (run + p) * block + int64(cuda.threadIdx.x), source, at * pieces + p)
+
+
+@cuda.jit(device=True, inline="always")
+def take_pieces(take, stage, run, pieces, block, words, at):
+    """Set words[at:] to what this thread's places in the runs of shared memory from `run` on hold."""
+    for p in range(pieces):
+        take(stage, (run + p) * block + int64(cuda.threadIdx.x), words, at + 4 * p)
+
+
 def norm_forward(
     *,
     layer: bool,
@@ -103,6 +120,7 @@ def norm_forward(
     full: bool,
     ahead: bool,
     late: bool,
+    shared: bool,
     block: int,
 ) -> Kernel:
     """Kernel (x, residual, gain, offset, y, total, mean, rstd, group_rows, width, gain_step, offset_step,
@@ -117,6 +135,8 @@ def norm_forward(
     walk the rows of their group by the width of the grid, the loads of the next row under way while the
     sums of this one are made; without it the grid covers all rows. `late`: gain and offset are read where
     they are used, from a cache, instead of being held from the start: fewer registers, so more warps.
+    `shared`: they are copied to shared memory from the start, past the registers and through the cache that
+    the blocks beside share, and read there: as few registers, and nothing to wait for at the end of a row.
     """
     load_x, load_r, load_w = LOAD_RAW[x, each], LOAD_RAW[r, each], LOAD_RAW[w, each]
     expand_x, expand_r, expand_w = EXPAND[x, each], EXPAND[r, each], EXPAND[w, each]
@@ -134,6 +154,10 @@ def norm_forward(
     moved = layer and x != "f32"
     # A block of one row has a row: the grid has no more blocks than the group has rows.
     single, shift, share = per_block == 1, 3 if each == 8 else 2, 1.0 / (threads * vectors * each)
+    from_start = not late and not shared
+    copy_w, take_w, await_tables = COPY_CACHED[min(words_w, 4)], SHARED_LOAD[min(words_w, 4)], AWAIT_COPIES[0]
+    pieces_w = max(1, words_w // 4)
+    kept = block * held_w if shared else 4
 
     def kernel(px, pr, pg, po, py, pt, pm, ps, group_rows, width, gain_step, offset_step, eps):
         lane, sub = place_in_row(single, threads)
@@ -149,6 +173,8 @@ def norm_forward(
         raw_g = cuda.local.array(held_w, uint32)
         raw_o = cuda.local.array(held_w, uint32)
         scratch = cuda.shared.array(slots, uint32, alignment=16)
+        kept_g = cuda.shared.array(kept, uint32, alignment=16)
+        kept_o = cuda.shared.array(kept, uint32, alignment=16)
         words = cuda.local.array(4, uint32)
         pair = cuda.local.array(4, float32)
         for j in range(4):
@@ -164,10 +190,18 @@ def norm_forward(
                     load_x(px, (first + row) * count + c, raw_x, words_x * j)
                     if residual:
                         load_r(pr, (first + row) * count + c, raw_r, words_r * j)
-                if scaled and not late:
-                    load_w(pg, group * (gain_step >> shift) + c, raw_g, words_w * j)
-                if offset and not late:
-                    load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
+                at_g = group * (gain_step >> shift) + c
+                at_o = group * (offset_step >> shift) + c
+                if scaled and from_start:
+                    load_w(pg, at_g, raw_g, words_w * j)
+                if offset and from_start:
+                    load_w(po, at_o, raw_o, words_w * j)
+                if scaled and shared:
+                    copy_pieces(copy_w, kept_g, pieces_w * j, pg, at_g, pieces_w, block)
+                if offset and shared:
+                    copy_pieces(copy_w, kept_o, pieces_w * j, po, at_o, pieces_w, block)
+        if shared:
+            close_copies(kept_g)
         scale = float32(share) if full else reciprocal(float32(int32(width)))
         turn = int64(0)
         alive = True
@@ -251,6 +285,8 @@ def norm_forward(
                 turn = half - turn
             rstd = inverse_root(q * scale + eps)
             move = -mean * rstd
+            if shared:
+                await_tables(kept_g)
             if live:
                 if lane == 0:
                     if layer:
@@ -263,6 +299,10 @@ def norm_forward(
                             load_w(pg, group * (gain_step >> shift) + c, raw_g, words_w * j)
                         if offset and late:
                             load_w(po, group * (offset_step >> shift) + c, raw_o, words_w * j)
+                        if scaled and shared:
+                            take_pieces(take_w, kept_g, pieces_w * j, pieces_w, block, raw_g, words_w * j)
+                        if offset and shared:
+                            take_pieces(take_w, kept_o, pieces_w * j, pieces_w, block, raw_o, words_w * j)
                         for k in range(each):
                             if moved:
                                 v[each * j + k] = v[each * j + k] * rstd + move
