@@ -46,23 +46,31 @@ def patches() -> None:
 
 def norms() -> None:
     """Run every plan of the norms that tuning may choose, on rows enough for blocks to walk a few."""
-    for (width, layer), flag in product(((1152, True), (1536, True), (2048, True), (2048, False)), (0, 1)):
-        rows = 1500
+    kinds = (
+        (1152, True, 1),
+        (1536, True, 1),
+        (2048, True, 1),
+        (2048, False, 1),
+        (1536, True, 3),
+        (2048, True, 3),
+    )
+    for (width, layer, groups), flag in product(kinds, (0, 1)):
+        rows, modulate = 1500, groups > 1
         x, g = (torch.randn(rows, width, device="cuda").to(torch.bfloat16) for _ in "xg")
-        w = torch.randn(width, device="cuda").to(torch.bfloat16)
+        w = torch.randn(groups, width, device="cuda").to(torch.bfloat16)
         mean = torch.zeros(rows if layer else 0, device="cuda")
         rstd = torch.ones(rows, device="cuda")
         offset = w if layer else None
-        job = norm_launch.forward_job(width, layer=layer, residual=bool(flag), large=False)
-        for way in norm_plan.forward_ways(width, residual=bool(flag), large=False, layer=layer):
+        form = {"layer": layer, "large": False, "modulate": modulate}
+        job = norm_launch.forward_job(width, residual=bool(flag), **form)
+        for way in norm_plan.forward_ways(width, residual=bool(flag), **form):
             with variants.forced(job, way):
-                norm_launch.run_norm(x, g if flag else None, w, offset, layer, False, 1e-6, torch.bfloat16)
-        job = norm_launch.backward_job(width, layer=layer, columns=bool(flag), large=False)
-        for way in norm_plan.backward_ways(width, columns=bool(flag), large=False, layer=layer):
+                norm_launch.run_norm(x, g if flag else None, w, offset, layer, modulate, 1e-6, torch.bfloat16)
+        job = norm_launch.backward_job(width, columns=bool(flag), **form)
+        settings = (layer, modulate, rows // groups, bool(flag), bool(flag) and layer, groups)
+        for way in norm_plan.backward_ways(width, columns=bool(flag), **form):
             with variants.forced(job, way):
-                norm_launch.run_norm_backward(
-                    g, None, x, w, mean, rstd, layer, False, rows, bool(flag), bool(flag) and layer, 1
-                )
+                norm_launch.run_norm_backward(g, None, x, w, mean, rstd, *settings)
 
 
 def quantised() -> None:

@@ -17,8 +17,8 @@ L2_BYTES = 64 * 2**20
 Call = Callable[[], object]
 
 
-def device_time(calls: list[Call], repetitions: int) -> list[float]:
-    """Return seconds per call, one value per repetition, of calls replayed from one graph."""
+def captured(calls: list[Call]) -> torch.cuda.CUDAGraph:
+    """Return a graph of the calls, which has run three times; what they hold must live as long."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -31,31 +31,52 @@ def device_time(calls: list[Call], repetitions: int) -> list[float]:
             call()
     for _ in range(3):
         graph.replay()
-    values = []
+    return graph
+
+
+def replay_times(graphs: list[torch.cuda.CUDAGraph], calls: list[int], repetitions: int) -> list[list[float]]:
+    """Return for each graph seconds per call of the `calls` it was captured from, one value per repetition.
+
+    The graphs take turns, so that a clock that drifts is the same for all. Each runs once more in front of
+    the time that is taken, so that no launch is waited for, and what a graph leaves in the caches to be
+    written is written in its own time.
+    """
+    values: list[list[float]] = [[] for _ in graphs]
     for _ in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        values.append(start.elapsed_time(end) * 1e-3 / len(calls))
-    del graph
+        for way, graph in enumerate(graphs):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            values[way].append(start.elapsed_time(end) * 1e-3 / calls[way])
     return values
 
 
-def host_time(call: Call, repetitions: int, inner: int = 200) -> list[float]:
-    """Return host seconds per call; the queue is drained before each round and never full."""
-    for _ in range(50):
-        call()
-    values = []
-    for _ in range(repetitions):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(inner):
+def host_times(ways: list[Call], repetitions: int, inner: int = 200) -> list[list[float]]:
+    """Return for each way host seconds per call; the queue is drained before each round and never full.
+
+    The ways take turns, so that a busy host is as busy for all.
+    """
+    for call in ways:
+        for _ in range(50):
             call()
-        values.append((time.perf_counter() - start) / inner)
+    values: list[list[float]] = [[] for _ in ways]
+    for _ in range(repetitions):
+        for way, call in enumerate(ways):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(inner):
+                call()
+            values[way].append((time.perf_counter() - start) / inner)
     torch.cuda.synchronize()
     return values
+
+
+def ratio(ours: list[float], others: list[float]) -> float:
+    """Return the median of ours / others, turn by turn."""
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
 def rotating(make: Callable[[], tuple[Call, int]]) -> tuple[list[Call], int]:
@@ -80,7 +101,7 @@ class Run:
 
     def __init__(self, quick: bool) -> None:
         self.quick = quick
-        self.repetitions = 7 if quick else 25
+        self.repetitions = 15 if quick else 25
         self.rows: list[dict[str, object]] = []
         self.figures: dict[str, float | int | bool | str | None] = {}
         self.notes: list[str] = []
@@ -96,8 +117,8 @@ class Run:
             traceback.print_exc()
         print(f"[{name}: {time.time() - start:.0f} s]", flush=True)
 
-    def copy_bandwidth(self, size: int) -> float:
-        """Median bandwidth of a device copy that moves about `size` bytes, at most 1 GiB, measured now."""
+    def copies(self, size: int) -> tuple[list[Call], int]:
+        """Return device copies that move about `size` bytes each, at most 1 GiB, and how many they move."""
         # bf16, read and written; whole MiB, because odd sizes take a slower copy, and not a power of two,
         # because then source and target fall on the same memory channels.
         n = min(size // 4, 195 * 2**20) // 2**19 * 2**19
@@ -107,18 +128,20 @@ class Run:
             b = torch.empty_like(a)
             return lambda: b.copy_(a), 4 * n
 
-        calls, moved = rotating(make)
-        return moved / statistics.median(device_time(calls, self.repetitions))
+        return rotating(make)
 
     def bandwidth(self, name: str, make: Callable[[], tuple[Call, int]], **extra: object) -> float:
-        """Measure a kernel and the copy of as many bytes beside it; return its share of the copy."""
+        """Measure a kernel and the copy of as many bytes in turns; return its share of the copy."""
         calls, size = rotating(make)
-        values = device_time(calls, self.repetitions)
-        copy = self.copy_bandwidth(size)
+        copies, moved = self.copies(size)
+        ways = [calls * -(-8 // len(calls)), copies * -(-8 // len(copies))]
+        graphs = [captured(way) for way in ways]
+        values, others = replay_times(graphs, [len(way) for way in ways], self.repetitions)
         spread = _common.spread([size / v / 1e12 for v in values])
-        share = spread["median"] * 1e12 / copy
+        copy = _common.spread([moved / v / 1e12 for v in others])
+        share = 1.0 / ratio([v / size for v in values], [v / moved for v in others])
         self.rows.append(
             {"part": "bandwidth", "case": name, "MB": round(size / 1e6, 1), "TB/s": spread,
-             "copy_TB/s": copy / 1e12, "share": share, **extra}
+             "copy_TB/s": copy, "share": share, **extra}
         )  # fmt: skip
         return share
