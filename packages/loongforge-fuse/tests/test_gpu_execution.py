@@ -58,6 +58,27 @@ def test_operators_run_in_order_on_a_side_stream():
         assert torch.equal(got, want)
 
 
+def test_streams_and_graphs_share_statistics_that_nobody_reads():
+    # Without a gradient two streams and a replay write their statistics to the same place at the same time.
+    inputs = [randn(8, 512, 2048) for _ in range(3)]
+    w = randn(2048)
+    want = [ops.layer_norm_modulate(x, weight=w, bias=w) for x in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = ops.layer_norm_modulate(inputs[2], weight=w, bias=w)
+    sides = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        found = []
+        for side, x in zip(sides[:2], inputs, strict=False):
+            with torch.cuda.stream(side):
+                found.append(ops.layer_norm_modulate(x, weight=w, bias=w))
+        with torch.cuda.stream(sides[2]):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip([*found, replayed], want, strict=True))
+
+
 def test_a_captured_chain_replays_with_new_masks_and_equals_eager():
     x, r = randn(512, 2048).requires_grad_(), randn(512, 2048)
     w = randn(2048).requires_grad_()

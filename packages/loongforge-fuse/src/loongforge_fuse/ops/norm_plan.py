@@ -109,7 +109,7 @@ def forward_plan(
         return RowPlan(threads=_narrow(count), vectors=1, block=128)
     if layer and not residual and width in _SHARED:
         return _shared(width)
-    if width == 1536 and residual and not large:
+    if width == 1536 and residual:
         return RowPlan(threads=128, vectors=3, block=128, each=4)
     if width == 2048 and residual and modulate and not large:
         return RowPlan(threads=256, vectors=1, block=256)

@@ -157,8 +157,9 @@ def norm_backward(
     staged_x, staged_y = max(stages * held_x * block, 4), max(stages * held_y * block, 4)
     bytes_x, bytes_y = 4 * held_x * threads, 4 * held_y * threads  # of a full row
     joined = columns and not single
-    # Left to itself the compiler widens gains again for each row, to save registers that are there.
-    holds = scaled and each == 8
+    # With column sums the compiler widens gains again for each row, to save registers that are there. A block
+    # of one row walks too few of them for that to matter.
+    holds = scaled and joined and each == 8
     # Where rows are copied ahead, shared memory has place for the sums of one row; else for those of all.
     together = joined and full and not piped
     gathered = (threads * size * (per_block if together else 1)) if joined else 4
