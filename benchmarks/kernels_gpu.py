@@ -142,21 +142,25 @@ def main() -> None:
     parser.add_argument(
         "--step", action="store_true", help="only the full-size step, with and without patches"
     )
+    parser.add_argument("--bandwidth", action="store_true", help="only the share of a copy")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels_gpu.py needs an NVIDIA GPU")
     run = Run(arguments.quick)
-    if not arguments.step:
+    if arguments.bandwidth:
+        measure_bandwidth(run)
+    elif not arguments.step:
         with run.part("calls"):
             measure_calls(run)
         if arguments.tune:
             measure_ways(run)
         measure_bandwidth(run)
         measure_model_shapes(run)
-    with run.part("step"):
-        import _kernels_step
+    if not arguments.bandwidth:
+        with run.part("step"):
+            import _kernels_step
 
-        _kernels_step.measure(run.rows, run.figures, run.repetitions)
+            _kernels_step.measure(run.rows, run.figures, run.repetitions)
     counters = ops.op_counters()["fallbacks"]
     run.notes += [f"fallback {reason}: {count}" for reason, count in counters.items()]
     outcome = _common.result(
