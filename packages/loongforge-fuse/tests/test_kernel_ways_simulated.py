@@ -103,6 +103,20 @@ def test_a_buffer_for_all_is_not_made_during_a_capture(monkeypatch):
     assert norm_launch._statistics(x, 5) is norm_launch._statistics(x, 2**16)
 
 
+def test_a_buffer_that_another_thread_has_made_meanwhile_stays(monkeypatch):
+    # A graph may have been captured with it.
+    first = torch.zeros(2**16)
+    monkeypatch.setattr(norm_launch, "_unread", {})
+
+    def capturing() -> bool:
+        norm_launch._unread[-1] = first
+        return False
+
+    monkeypatch.setattr(norm_launch, "capturing", capturing)
+    assert norm_launch._statistics(torch.zeros(1), 5) is first
+    assert norm_launch._unread[-1] is first
+
+
 def forward_cases() -> list:
     """Ways of one warp for a row, that walk the rows and read gain and offset late, or find them in shared
     memory.

@@ -56,7 +56,6 @@ print(json.dumps({"without": without, "with": run(), "frozen": gc.get_freeze_cou
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="forks need a POSIX system")
 def test_workers_never_free_what_they_inherit_and_still_free_their_own(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -69,12 +69,14 @@ def _statistics(x: Tensor, rows: int) -> Tensor:
     """Return float32 values for at least `rows` rows that kernels write and nobody reads.
 
     Up to 65,536 rows share one buffer of 256 KiB a device, whatever the stream: an allocation costs the host
-    as much as the launch. It is never freed, so a captured graph may keep its address.
+    as much as the launch. The first one is never freed or replaced, so a captured graph may keep its address.
     """
     device = x.get_device()
     found = _unread.get(device)
     if found is None and not capturing():
-        found = _unread[device] = torch.empty(_UNREAD_ROWS, dtype=torch.float32, device=x.device)
+        # Another thread may have made it by now.
+        fresh = torch.empty(_UNREAD_ROWS, dtype=torch.float32, device=x.device)
+        found = _unread.setdefault(device, fresh)
     if found is None or rows > _UNREAD_ROWS:
         return torch.empty(rows, dtype=torch.float32, device=x.device)
     return found
