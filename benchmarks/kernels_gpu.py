@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _common
 import _kernels_rivals as rivals
 from _kernels_cases import bandwidth_cases
-from _kernels_timing import Call, Run, bf, captured, host_times, ratio, replay_times
+from _kernels_timing import Call, Run, bf, captured, host_times, ratio, replay_times, warm_host
 from loongforge_fuse import Autotuner, TuneConfig, ops
 from loongforge_fuse.kernels import launcher
 from loongforge_fuse.ops import tuning
@@ -114,6 +114,7 @@ def measure_calls(run: Run) -> None:
         ),
     }  # fmt: skip
     # As operators launch, on the current stream, and as they do where torch has no launcher of its own.
+    warm_host(runs)
     bare, packed = (_common.spread([v * 1e6 for v in t]) for t in host_times(runs, run.repetitions))
     run.rows.append({"part": "calls", "case": "bare launch, 4 arguments", "ours_us": bare})
     run.rows.append({"part": "calls", "case": "bare launch, packed in Python", "ours_us": packed})
