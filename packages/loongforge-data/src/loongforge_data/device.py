@@ -31,6 +31,13 @@ class ResumableLoader(Protocol):
         """Go to a position."""
 
 
+class _ReshardableLoader(Protocol):
+    """A loader that can also take the position of another global batch, such as ADFEDataLoader."""
+
+    def load_state_dict(self, state: Mapping[str, object], /, *, reshard: bool) -> None:
+        """Go to a position."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Staged:
     """A batch whose copies are queued."""
@@ -269,14 +276,23 @@ class DevicePrefetcher:
             raise TypeError(msg)
         return dict(self._state if self._state is not None else self.loader.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a position; batches pulled ahead are dropped."""
+    def load_state_dict(self, state: Mapping[str, object], *, reshard: bool = False) -> None:
+        """Go to a position; batches pulled ahead are dropped.
+
+        Args:
+            state: What `state_dict` returned.
+            reshard: Also take the state of another global batch; the loader must know this argument, see
+                `ADFEDataLoader.load_state_dict`.
+        """
         if not isinstance(self.loader, ResumableLoader):
             msg = f"{type(self.loader).__name__} has no load_state_dict"
             raise TypeError(msg)
         self._generation += 1
         self._state = None
-        self.loader.load_state_dict(state)
+        if reshard:
+            cast("_ReshardableLoader", self.loader).load_state_dict(state, reshard=True)
+        else:
+            self.loader.load_state_dict(state)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; naming the epoch of the position keeps the position."""

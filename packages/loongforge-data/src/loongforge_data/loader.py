@@ -8,7 +8,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Generic, Literal, TypeVar, cast
 
 from loongforge_data.building import NO_FACTS, PipelineOptions, Started, start_pipeline
@@ -17,11 +16,11 @@ from loongforge_data.collate import to_tensors, torch_available
 from loongforge_data.delivery import Delivery, Pipeline
 from loongforge_data.errorpolicy import ErrorPolicy, OnError, SkippedSample
 from loongforge_data.errors import DataError
-from loongforge_data.order import EpochPlan, OrderConfig, Shuffle, Tail
+from loongforge_data.order import BegunEpoch, EpochPlan, OrderConfig, Shuffle, Tail
 from loongforge_data.pipeline import RingPipeline
 from loongforge_data.planning import VideoDataset
 from loongforge_data.prefetch import Mode
-from loongforge_data.resume import LoaderState, check_state, read_state
+from loongforge_data.resume import find_position, read_state, state_of
 from loongforge_data.sizing import DEFAULT_SLOT_MB, slots_needed
 from loongforge_data.startup import Decode, MapDataset, block_starts, cache_config, fingerprint
 from loongforge_data.telemetry import LoaderCounters, Stat, flat_stats
@@ -151,7 +150,7 @@ class ADFEDataLoader(Generic[Batch]):
             niceness=niceness,
         )
         kind: Shuffle = shuffle if isinstance(shuffle, str) else ("full" if shuffle else "none")
-        self._order = OrderConfig(
+        self._built = OrderConfig(
             length=len(dataset),
             batch_size=batch_size,
             world_size=world_size,
@@ -162,9 +161,11 @@ class ADFEDataLoader(Generic[Batch]):
             group=group or self._options.default_group(),
             lanes=world_size,
         )
+        self._order = self._built
         self._plan: EpochPlan | None = None
         self._epoch = 0
         self._batch = 0
+        self._begun: BegunEpoch | None = None
         self._generation = 0
         self._counters = LoaderCounters()
         self._started: Started | None = None
@@ -186,7 +187,9 @@ class ADFEDataLoader(Generic[Batch]):
 
     @property
     def batch(self) -> int:
-        """Batches of the current epoch already delivered."""
+        """Batches of the current epoch already delivered; of its rest, where it began on another global
+        batch (see `load_state_dict`).
+        """
         return self._batch
 
     @property
@@ -195,13 +198,17 @@ class ADFEDataLoader(Generic[Batch]):
         return self._order.world_size
 
     def __len__(self) -> int:
-        """Batches per epoch, equal on every rank."""
+        """Batches of the current epoch, equal on every rank; the same in every epoch, but for one that began
+        on another global batch (see `load_state_dict`): there those of the rest, until the next epoch.
+        """
         return self._current_plan().num_batches
 
     def _current_plan(self) -> EpochPlan:
-        if self._plan is None or self._plan.epoch != self._epoch:
-            self._plan = EpochPlan(self._order, epoch=self._epoch, rank=self.rank)
-        return self._plan
+        plan = self._plan
+        if plan is None or (plan.epoch, plan.begun) != (self._epoch, self._begun):
+            plan = EpochPlan(self._order, epoch=self._epoch, rank=self.rank, begun=self._begun)
+            self._plan = plan
+        return plan
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch. Naming the current epoch keeps a position inside it."""
@@ -209,39 +216,45 @@ class ADFEDataLoader(Generic[Batch]):
             msg = f"epoch is {epoch}, allowed is >= 0"
             raise ValueError(msg)
         if epoch != self._epoch:
-            self._epoch, self._batch = epoch, 0
+            self._epoch, self._batch, self._begun = epoch, 0, None
             self._generation += 1
 
     def state_dict(self) -> dict[str, object]:
         """Return the position after the last delivered batch; exact on any number of workers."""
-        return LoaderState(
+        return state_of(
+            self._order,
             epoch=self._epoch,
             batch=self._batch,
-            order=self._order.identity(),
-            length=self._order.length,
-            global_batch=self._order.global_batch,
-            seed=self._order.seed,
-            shuffle=self._order.shuffle,
-            tail=self._order.tail,
-            lanes=self._order.lanes,
+            begun=self._begun,
             fingerprint=fingerprint(self.dataset),
         ).to_dict()
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue where a state was taken, also on another number of ranks with the same global batch.
+    def load_state_dict(self, state: Mapping[str, object], *, reshard: bool = False) -> None:
+        """Continue where a state was taken, also on another number of ranks.
+
+        With the same global batch (batch_size x world_size) the same global batches follow. With another
+        one, ``reshard=True`` deals out the rest of the epoch: every sample that was not delivered yet is
+        delivered once, in the epoch's order, in global batches of this loader. ``batch`` counts from 0 there.
+        The tail policy acts at the end of the rest; what ``drop`` would have left out on the old ranks
+        belongs to it. The next epoch is a regular one; until then a block of the block shuffle may be decoded
+        by several ranks. The global batch may change several times within an epoch.
 
         An iterator that is already running ends; the next ``iter()`` delivers the batch after the saved
         position.
 
+        Args:
+            state: What `state_dict` returned on any rank; give the same one to every rank.
+            reshard: Also take the state of another global batch.
+
         Raises:
-            ValueError: The state belongs to another data set, order, global batch or format.
+            ValueError: The state belongs to another data set, order or format, or to another global batch
+                and ``reshard`` is False. The position stays as it was.
         """
         saved = read_state(state)
-        order = replace(self._order, lanes=saved.lanes)
-        check_state(saved, order, fingerprint(self.dataset))
-        self._order = order
+        position = find_position(saved, self._built, fingerprint(self.dataset), reshard=reshard)
+        self._order, self._begun = position.order, position.begun
+        self._epoch, self._batch = position.epoch, position.batch
         self._plan = None
-        self._epoch, self._batch = saved.epoch, saved.batch
         self._generation += 1
 
     # -- iteration ---------------------------------------------------------------------------------
@@ -264,8 +277,9 @@ class ADFEDataLoader(Generic[Batch]):
                     if generation != self._generation:
                         return
             self._counters.padded_samples += plan.padded
-            self._epoch, self._batch = self._epoch + 1, 0
-            if not self.infinite or plan.num_batches == 0:
+            self._epoch, self._batch, self._begun = self._epoch + 1, 0, None
+            # Of a begun epoch nothing may be left; only a whole one without batches means there are none.
+            if not self.infinite or (plan.num_batches == 0 and plan.begun is None):
                 break
         self._left_at = None
         if not self.persistent_workers:

@@ -2,7 +2,8 @@
 
 Global batch ``t`` is a fixed list of sample indices; rank ``r`` of ``W`` takes its equal slice of it. A run
 that is resumed on another number of ranks therefore sees the same global batches as long as their size stays
-the same.
+the same. Where it changes inside an epoch, the rest of that epoch is dealt out in batches of the new size
+(`BegunEpoch`), and the next epoch is a regular one again.
 
 Two shuffles:
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -52,7 +53,8 @@ class OrderConfig:
     """What happens to the samples that do not fill the last global batch: ``short`` gives every rank an
     equal smaller
     batch (repeating at most world_size - 1 samples of the epoch's start), ``pad`` fills it up by repeating
-    samples of the epoch's start, ``drop`` leaves them out."""
+    samples of the epoch's start, ``drop`` leaves them out. In an epoch that began on another global batch
+    this counts for what is left of it."""
     block_starts: tuple[int, ...] = ()
     """First sample of every block, increasing from 0; needed for ``block`` only."""
     group: int = DEFAULT_GROUP
@@ -88,6 +90,10 @@ class OrderConfig:
     def global_batch(self) -> int:
         """Samples per step over all ranks."""
         return self.batch_size * self.world_size
+
+    def pooled(self) -> OrderConfig:
+        """Return the configuration of the same global order with all ranks as one."""
+        return replace(self, batch_size=self.global_batch, world_size=1)
 
     def identity(self) -> str:
         """Return a hash of everything that decides the global order (not of how ranks share it)."""
@@ -173,21 +179,68 @@ def group_batches(config: OrderConfig) -> int:
     return max(1, round(config.group / share))
 
 
-class EpochPlan:
-    """The batches of one rank in one epoch.
+@dataclass(frozen=True, kw_only=True)
+class BegunEpoch:
+    """An epoch that began on another global batch and of which a part was delivered.
 
-    Memory: 8 bytes per sample of the data set. ``batch(t)`` is O(batch).
+    What is left is ``epoch_order(origin, epoch)[taken:]``, in that order. It stays so over several changes
+    within the epoch: ``origin`` is that of the epoch's start, ``taken`` grows.
+
+    Raises:
+        ValueError: ``taken`` is outside of the data set.
     """
 
-    def __init__(self, config: OrderConfig, *, epoch: int, rank: int) -> None:
+    origin: OrderConfig
+    """What the epoch's order depends on; only its global batch counts, see `OrderConfig.pooled`."""
+    taken: int
+    """Samples of that order already delivered, over all ranks and without repeats."""
+
+    def __post_init__(self) -> None:
+        _check(
+            0 <= self.taken <= self.origin.length,
+            "taken",
+            self.taken,
+            f"0 to the number of samples, {self.origin.length}",
+        )
+
+
+class EpochPlan:
+    """The batches of one rank in one epoch, or in the rest of an epoch that began elsewhere.
+
+    The rest of a begun epoch is dealt out in its order, in global batches of ``config``; steps count from 0
+    there, and the tail policy counts for the rest. The block shuffle's lanes are those of the epoch's
+    beginning and not dealt anew: until the epoch's end a block may be decoded by several ranks.
+
+    Memory: 8 bytes per sample of the data set. ``batch(t)`` is O(batch).
+
+    Args:
+        config: Order of the ranks that share the plan.
+        epoch: Number of the epoch.
+        rank: This rank, 0 to world_size - 1.
+        begun: What was delivered of the epoch on another global batch; None for a whole epoch.
+
+    Raises:
+        ValueError: The rank is not one of ``config``, or ``begun`` belongs to another data set or shuffle.
+    """
+
+    def __init__(
+        self, config: OrderConfig, *, epoch: int, rank: int, begun: BegunEpoch | None = None
+    ) -> None:
         if not 0 <= rank < config.world_size:
             msg = f"rank is {rank}, allowed is 0 <= rank < world_size = {config.world_size}"
             raise ValueError(msg)
         self.config = config
         self.epoch = epoch
         self.rank = rank
-        self._order = epoch_order(config, epoch)
-        full, rest = divmod(config.length, config.global_batch)
+        self.begun = begun
+        if begun is not None:
+            for name in ("length", "shuffle", "seed", "tail", "block_starts"):
+                here, there = getattr(config, name), getattr(begun.origin, name)
+                _check(here == there, f"{name} of a begun epoch", there, f"that of the plan, {here!r}")
+        self._origin = config if begun is None else begun.origin
+        self._taken = 0 if begun is None else begun.taken
+        self._order = epoch_order(self._origin, epoch)
+        full, rest = divmod(config.length - self._taken, config.global_batch)
         self._full = full
         self._rest = 0 if config.tail == "drop" else rest
         self.num_batches = full + (1 if self._rest else 0)
@@ -195,9 +248,26 @@ class EpochPlan:
     def __len__(self) -> int:
         return self.num_batches
 
+    def same_batches(self, other: EpochPlan) -> bool:
+        """Return whether another plan gives the same indices at every step."""
+        mine, theirs = ((plan.epoch, plan.rank, plan.begun, plan.config) for plan in (self, other))
+        return mine == theirs
+
+    def left_in_group(self, step: int) -> int:
+        """Return how many batches from ``step`` on draw from the same blocks: those up to the end of the
+        block shuffle's group, or all that are left where there is none.
+        """
+        left = self.num_batches - step
+        batches = group_batches(self._origin)
+        if batches == 1:
+            return left
+        group, size = batches * self._origin.global_batch, self.config.global_batch
+        ahead = group - (self._taken + step * size) % group
+        return min(left, -(-ahead // size))
+
     @property
     def padded(self) -> int:
-        """Number of repeated samples in the epoch, over all ranks."""
+        """Number of repeated samples in the plan, over all ranks."""
         return self._tail_share() * self.config.world_size - self._rest if self._rest else 0
 
     def _tail_share(self) -> int:
@@ -210,14 +280,11 @@ class EpochPlan:
         if not 0 <= step < self.num_batches:
             msg = f"step is {step}, allowed is 0 <= step < {self.num_batches}"
             raise ValueError(msg)
-        size, first = self.config.batch_size, step * self.config.global_batch
+        size, first = self.config.batch_size, self._taken + step * self.config.global_batch
         if step >= self._full:
             size = self._tail_share()
         start = first + self.rank * size
-        wanted = np.arange(start, start + size)
-        wanted[wanted >= self.config.length] -= self.config.length  # repeats the epoch's first samples
-        if self.config.length and size * self.config.world_size > self.config.length:
-            wanted %= self.config.length
+        wanted = np.arange(start, start + size) % self.config.length  # repeats the epoch's first samples
         return self._order[wanted]
 
 

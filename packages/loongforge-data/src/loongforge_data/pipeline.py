@@ -19,7 +19,7 @@ from loongforge_data.delivery import Delivery
 from loongforge_data.dispatch import gop_lengths, sample_jobs, video_jobs
 from loongforge_data.errors import DataError
 from loongforge_data.layout import HEADER_BYTES, BatchLayout, PlannedBatch
-from loongforge_data.order import EpochPlan, group_batches
+from loongforge_data.order import EpochPlan
 from loongforge_data.planning import VideoDataset
 from loongforge_data.supervision import CHECK_SECONDS, Supervisor
 from loongforge_data.telemetry import NAMES, LoaderCounters
@@ -126,11 +126,10 @@ class RingPipeline:
     def begin(self, plan: EpochPlan, batch: int) -> None:
         """Start at a batch of an epoch; whatever was under way is dropped, unless it is just that."""
         first = next(iter(self._pending.values()), None)
-        if first is not None and (first.plan.epoch, first.batch) == (plan.epoch, batch):
-            same = first.plan.config == plan.config and first.plan.rank == plan.rank
-            if same:
-                self._schedule()
-                return
+        # The number of an epoch is not enough: what is left of a begun one has other batches.
+        if first is not None and first.batch == batch and first.plan.same_batches(plan):
+            self._schedule()
+            return
         self._drop()
         self._plan, self._next_batch = plan, batch
         self._schedule()
@@ -216,10 +215,7 @@ class RingPipeline:
         """Return how many batches to plan together: whole groups of the block shuffle where they fit."""
         if not self._video:
             return 1
-        left = plan.num_batches - self._next_batch
-        group = group_batches(plan.config)
-        if group > 1:
-            left = min(left, group - self._next_batch % group)
+        left = plan.left_in_group(self._next_batch)
         return max(1, min(left, self._settings.chunk, self._active // 2))
 
     def _plan_chunk(self, plan: EpochPlan, slots: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ class MapDataset(Protocol):
 
 
 def following(plan: EpochPlan) -> EpochPlan:
-    """Return the plan of the next epoch."""
+    """Return the plan of the next epoch: a regular one, also after an epoch that began elsewhere."""
     return EpochPlan(plan.config, epoch=plan.epoch + 1, rank=plan.rank)
 
 
