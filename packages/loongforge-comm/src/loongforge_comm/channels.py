@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongforge_comm.algorithms import ALGORITHMS
-from loongforge_comm.internals import abort_group, cuda_event, cuda_stream
+from loongforge_comm.internals import abort_group, cuda_event, cuda_stream, wait_slice
 
 
 @dataclass(kw_only=True)
@@ -66,17 +66,8 @@ class Flight:
         if self.stream is not None:
             work.wait()
             return True
-        begin = time.perf_counter()
-        try:
-            work.wait(timedelta(seconds=limit_s))
-        except RuntimeError:
-            # A slice that ran out and a failed transfer are both RuntimeError; only the first leaves the work
-            # open. A work that completed between the timeout and this line says what it is when asked again.
-            if time.perf_counter() - begin < 0.9 * limit_s:
-                raise
-            if not work.is_completed():
-                return False
-            work.wait()
+        if not wait_slice(work, limit_s):
+            return False
         if not self.landed:
             self.landed = time.perf_counter()
         return True

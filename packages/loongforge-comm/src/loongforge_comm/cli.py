@@ -1,4 +1,4 @@
-"""Command line: ``python -m loongforge_comm graph | plan | simulate | monitor``."""
+"""Command line: ``python -m loongforge_comm graph | plan | simulate | monitor | store``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import importlib
 import json
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 
 from loongforge_comm.gantt import draw
@@ -71,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     monitor.add_argument("--once", action="store_true", help="print once and end")
     monitor.add_argument("--json", action="store_true", help="one JSON object per refresh")
     monitor.set_defaults(run=_monitor)
+    store = commands.add_parser("store", help="a store of its own for runs whose first node may be lost")
+    store.add_argument("--host", default="0.0.0.0", help="address to listen on")
+    store.add_argument("--port", type=int, default=29400, help="port to listen on; 0 takes a free one")
+    store.set_defaults(run=_store)
     return parser
 
 
@@ -99,6 +105,15 @@ def load_link(name: str, ranks: int) -> LinkModel:
         raise ValueError(msg)
     link = LinkModel.from_json(path.read_text())
     return link if link.world_size == ranks else scale_link(link, ranks)
+
+
+def _store(options: argparse.Namespace) -> int:
+    """Serve until interrupted; runs keep their own part of it."""
+    store = dist.TCPStore(options.host, options.port, is_master=True, wait_for_workers=False)
+    sys.stdout.write(f"store at {options.host}:{store.port}\n")
+    sys.stdout.flush()
+    threading.Event().wait()
+    return 0
 
 
 def load_graph(name: str) -> ModuleDependencyGraph:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -60,6 +62,24 @@ def multi_get(store: dist.Store, keys: list[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
+def wait_slice(work: dist.Work, limit_s: float) -> bool:
+    """Wait up to ``limit_s`` seconds for a collective on host memory; False when the time ran out.
+
+    A slice that ran out and a failed transfer are both RuntimeError; only the first leaves the work open. A
+    work that completed between the timeout and the question says what it is when asked again.
+    """
+    begin = time.perf_counter()
+    try:
+        work.wait(timedelta(seconds=limit_s))
+    except RuntimeError:
+        if time.perf_counter() - begin < 0.9 * limit_s:
+            raise
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
 def flatten(tensors: list[Tensor]) -> Tensor:
     """Concatenate dense tensors of one dtype."""
     return _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
@@ -99,6 +119,11 @@ def ignore_in_stock_ddp(model: torch.nn.Module, names: list[str]) -> None:
     """
     mark = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     mark(model, names)  # type: ignore[no-untyped-call]
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """Every process group that torch knows in this process."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

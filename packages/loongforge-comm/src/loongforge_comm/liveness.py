@@ -65,11 +65,7 @@ class Liveness:
         self._ranks = tuple(ranks)
         self.interval_s = interval_s
         self.timeout_s = timeout_s
-        others = [r for r in ranks if r != rank]
-        if len(ranks) > WATCH_ALL_UP_TO:
-            place = self._ranks.index(rank)
-            others = [self._ranks[(place + k) % len(ranks)] for k in range(1, 5)]
-        self._watched = tuple(others)
+        others = self._watched = self._choose(ranks)
         now = time.monotonic()
         self.beats = {r: Beat(count=0, step=0, sent=0, state="run", suspects=(), seen=now) for r in others}
         self.step = 0
@@ -136,6 +132,39 @@ class Liveness:
                     seen=time.monotonic(),
                 )
 
+    def follow(self, ranks: Sequence[int], *, watched: Sequence[int] | None = None) -> None:
+        """Watch another set of ranks from now on; what this rank said about a failure is taken back.
+
+        Args:
+            ranks: ranks of the group.
+            watched: those to watch, when it is not all or the next four.
+        """
+        others = self._choose(ranks) if watched is None else tuple(r for r in watched if r != self._rank)
+        now = time.monotonic()
+        fresh = Beat(count=0, step=0, sent=0, state="run", suspects=(), seen=now)
+        known = dict(self.beats)
+        # The thread reads both; a round that meets one old and one new is given up and comes again.
+        self.beats = {r: known.get(r, fresh) for r in others}
+        self._ranks, self._watched = tuple(ranks), others
+        self.state, self.suspects = "run", ()
+
+    def _choose(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        if len(ranks) <= WATCH_ALL_UP_TO:
+            return tuple(r for r in ranks if r != self._rank)
+        place = tuple(ranks).index(self._rank)
+        return tuple(ranks[(place + k) % len(ranks)] for k in range(1, 5))
+
+    def quiet(self, limit_s: float | None = None) -> tuple[int, ...]:
+        """Watched ranks that have ended or sent no new beat for ``limit_s`` seconds (default: the timeout).
+
+        None while the store itself does not answer: every beat would look old.
+        """
+        limit = self.timeout_s if limit_s is None else limit_s
+        now = time.monotonic()
+        if now - self._answered > limit and self.beats:
+            return ()
+        return tuple(r for r, b in self.beats.items() if now - b.seen > limit or b.state == "closed")
+
     def silent(self, limit_s: float | None = None) -> tuple[int, ...]:
         """Ranks without a new beat for ``limit_s`` seconds (default: the timeout), or accused by one that
         failed.
@@ -172,6 +201,10 @@ class Liveness:
         if age <= 3 * self.interval_s + 0.2:
             return f"rank {rank} (alive but slow: {where}, this rank {self.sent})"
         return f"rank {rank} (silent for {age:.1f} s, last seen {where})"
+
+    def look(self) -> None:
+        """Write this rank's beat and read the others' now, instead of at the next interval."""
+        self._round()
 
     def fail(self, suspects: tuple[int, ...]) -> None:
         """Tell the others at once that this rank gave up, and because of whom."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -14,7 +15,8 @@ from loongforge_comm.liveness import Liveness
 from loongforge_comm.waiting import BucketWaiter
 
 LOG = logging.getLogger("loongforge_comm")
-_instances: Counter[tuple[int, ...]] = Counter()
+_instances: WeakKeyDictionary[object, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""By default group: a process that comes to a run later has made fewer schedulers than the others."""
 
 
 class Team:
@@ -34,8 +36,9 @@ class Team:
         self.ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         self.rank = dist.get_rank()
         self._stock = config.mode == "plan-only"
-        label = str(_instances[self.ranks])  # all ranks of the group have made equally many before
-        _instances[self.ranks] += 1
+        made = _instances.setdefault(dist.group.WORLD, Counter())
+        label = str(made[self.ranks])  # all ranks of the group have made equally many before
+        made[self.ranks] += 1
         self.agreement = Agreement(
             group_store(self.ranks, label), self.ranks, self.rank, config.agree_timeout_s
         )
