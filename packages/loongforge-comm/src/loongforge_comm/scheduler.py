@@ -285,6 +285,15 @@ class GradientScheduler(RankCalls):
         if self._reporting.due:
             self._reporting.write(label, self.stats())
 
+    def check(self) -> None:
+        """Raise when a rank was found silent since, on CUDA, where the host does not wait for buckets.
+
+        Raises:
+            RankFailureError: naming the rank.
+        """
+        if self.active:
+            self._team.waiter.check()
+
     def _plan_border(self) -> None:
         reducer = self._ready_reducer()
         if reducer.armed:
