@@ -93,16 +93,19 @@ class GradientScheduler(RankCalls):
         enough = dist.is_available() and dist.is_initialized()
         self.active = enough and (dist.get_world_size(process_group) > 1 or self.config.allow_single_rank)
         if self.active:
-            self._set_up(process_group, link, ready_ms)
+            self._team = Team(process_group, self.config)
+            try:
+                self._set_up(link, ready_ms)
+            except BaseException:
+                self._team.close()
+                raise
 
     def _set_up(
         self,
-        process_group: dist.ProcessGroup | None,
         link: LinkModel | None,
         ready_ms: Mapping[str, float] | None,
     ) -> None:
         config, local = self.config, self.config.local_parameters
-        self._team = Team(process_group, config)
         check_same_model(self._model, self._team.agreement, local)
         self._buffers = SharedBuffers(self._model, local)
         self._planning = Planning(self._model, self._team, config, link, ready_ms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +17,13 @@ ABORT_LIMIT_S = 10.0
 def make_groups(
     store: dist.Store, *, number: int, rank: int, world_size: int, backend: str, timeout_s: float
 ) -> None:
-    """Make the default group of a generation; everything that asks torch.distributed sees it from now on."""
+    """Make the default group of a generation; everything that asks torch.distributed sees it from now on.
+
+    torch's NCCL watchdog ends the process when a peer is gone, before anybody could go on without it. It is
+    told to leave errors to us; aborted collectives are noticed by :meth:`Membership.check`.
+    """
+    if "nccl" in backend:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"groups/{number}", store),

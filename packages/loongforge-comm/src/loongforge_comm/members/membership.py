@@ -274,6 +274,14 @@ class Membership:
             if time.monotonic() - begin > self.config.timeout_s:
                 raise self._failure(f"{what}: the limit of {self.config.timeout_s:g} s passed")
 
+    @staticmethod
+    def blames_others(error: BaseException) -> bool:
+        """Whether an error can come from another rank's end: a failed collective, in any of its forms."""
+        if isinstance(error, (RankFailureError, dist.DistError)):
+            return not isinstance(error, RemovedError)
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "c10d"))
+
     def trouble(self) -> bool:
         """After an error: whether other ranks are in trouble too. Waits up to the time limit of heartbeats.
 
@@ -296,7 +304,8 @@ class Membership:
         """After a failed step: agree with those that are left who goes on.
 
         Args:
-            step: last step that this rank has finished, with weights and optimizer as after it.
+            step: last step that this rank has finished, with weights and optimizer as after it; -1 when this
+                rank has no state that belongs together (it came, and did not get rank 0's).
 
         Returns:
             The generation to :meth:`enter`.
@@ -334,6 +343,9 @@ class Membership:
                 f"{self.config.min_ranks}: resume from the newest checkpoint, or lower min_ranks"
             )
             raise RankFailureError(msg, ranks=tuple(m for m in now.members if m not in ready))
+        if max(ready.values()) < 0:
+            msg = "no rank that is left has the state of the run: resume from the newest checkpoint"
+            raise RankFailureError(msg)
         self._board.publish(compositions.after_loss(now, ready))
 
     # -- entering ----------------------------------------------------------------------------------
