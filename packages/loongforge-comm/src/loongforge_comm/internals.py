@@ -126,8 +126,23 @@ def all_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
+_aborts = 0
+
+
+def aborts() -> int:
+    """How many groups were aborted in this process: what was under way in them is half done."""
+    return _aborts
+
+
+def set_group_timeout(group: dist.ProcessGroup, limit_s: float) -> None:
+    """Change the time limit of collectives that are started from now on; torch's own call is private too."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Abort the device communicators of a group; torch has no public call for one group (2.9 to 2.14)."""
+    global _aborts  # counted before: whoever sees that a collective has ended sees why
+    _aborts += 1
     backend = group._get_backend(torch.device("cuda"))
     for name in ("abort", "_abort"):
         end = getattr(backend, name, None)

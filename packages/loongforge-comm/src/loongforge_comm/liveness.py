@@ -29,6 +29,7 @@ class Beat:
         sent: backwards whose buckets it had all sent.
         state: ``run``, ``failed`` or ``closed``.
         suspects: ranks it holds for silent.
+        epoch: which composition of the group it said this in; a failure of an earlier one is over.
         seen: ``time.monotonic()`` here when the count last changed.
     """
 
@@ -38,6 +39,7 @@ class Beat:
     state: str
     suspects: tuple[int, ...]
     seen: float
+    epoch: int = 0
 
 
 class Liveness:
@@ -49,7 +51,14 @@ class Liveness:
     """
 
     def __init__(
-        self, store: dist.Store, ranks: Sequence[int], rank: int, *, interval_s: float, timeout_s: float
+        self,
+        store: dist.Store,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        epoch: int = 0,
     ) -> None:
         """Set up; ``start`` begins.
 
@@ -59,23 +68,29 @@ class Liveness:
             rank: this process's global rank.
             interval_s: seconds between beats.
             timeout_s: seconds without a new beat after which a rank is silent.
+            epoch: number of the group's present composition, where it changes.
         """
         self._store = store
         self._rank = rank
         self._ranks = tuple(ranks)
         self.interval_s = interval_s
         self.timeout_s = timeout_s
-        others = self._watched = self._choose(ranks)
+        others = self._choose(ranks)
         now = time.monotonic()
         self.beats = {r: Beat(count=0, step=0, sent=0, state="run", suspects=(), seen=now) for r in others}
         self.step = 0
         self.sent = 0
         self.state = "run"
         self.suspects: tuple[int, ...] = ()
+        self.epoch = epoch
+        self.on_round: Callable[[], None] | None = None
+        self._alarm: tuple[int, ...] = ()
         self._count = 0
         self._answered = now
         self._stop = threading.Event()
-        self.on_silent: Callable[[tuple[int, ...]], None] | None = None
+        self._on_silent: Callable[[tuple[int, ...]], None] | None = None
+        self._turn = threading.Lock()  # one round at a time: an older beat must not follow a newer one
+        self._view = threading.Lock()  # who is watched, and whom silence is reported to
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -89,64 +104,101 @@ class Liveness:
         self._thread = threading.Thread(target=self._run, name="loongforge-comm-heartbeat", daemon=True)
         self._thread.start()
 
+    @property
+    def on_silent(self) -> Callable[[tuple[int, ...]], None] | None:
+        """Called once, in the heartbeat thread, with ranks that were found silent."""
+        return self._on_silent
+
+    @on_silent.setter
+    def on_silent(self, report: Callable[[tuple[int, ...]], None] | None) -> None:
+        with self._view:
+            self._on_silent = report
+
     def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
             self._round()
-            quiet = tuple(
-                r for r in self.silent() if self.beats.get(r) is None or self.beats[r].state != "closed"
-            )
-            if quiet and self.on_silent is not None:
-                report, self.on_silent = self.on_silent, None
+            with self._view:
+                quiet = tuple(
+                    r for r in self.silent() if self.beats.get(r) is None or self.beats[r].state != "closed"
+                )
+                report = self._on_silent if quiet else None
+                if report is not None:
+                    self._on_silent = None
+            if report is not None:
                 report(quiet)
 
     def _round(self) -> None:
+        # A store that hangs holds the other thread here; then this one has nothing to learn either.
+        if not self._turn.acquire(timeout=self.timeout_s):
+            return
         try:
+            begin = time.monotonic()
             self._beat()
             self._read()
-            self._answered = time.monotonic()
+            if self.on_round is not None:
+                self.on_round()
+            # From the beginning: a process that was stopped in between has not been heard since then.
+            self._answered = begin
         except Exception:
             return
+        finally:
+            self._turn.release()
 
     def _beat(self) -> None:
         self._count += 1
-        value = [self._count, self.step, self.sent, self.state, list(self.suspects)]
+        value = [self._count, self.step, self.sent, self.state, list(self.suspects), self.epoch]
         self._store.set(f"beat/{self._rank}", json.dumps(value))
 
     def _read(self) -> None:
-        keys = [f"beat/{r}" for r in self._watched]
-        known = [key for key in keys if self._store.check([key])] if self._count < 3 else keys
+        beats = self.beats
+        # A beat that was never written must be asked for by itself: reading it would wait until the limit.
+        known = [f"beat/{r}" for r, beat in beats.items() if beat.count or self._store.check([f"beat/{r}"])]
+        if self._large and self._store.check([f"alarm/{self.epoch}"]):
+            self._alarm = tuple(json.loads(self._store.get(f"alarm/{self.epoch}")))
         if not known:
             return
         raw = multi_get(self._store, known)
         for key, text in zip(known, raw, strict=True):
             rank = int(key.rpartition("/")[2])
-            count, step, sent, state, suspects = json.loads(text)
-            beat = self.beats[rank]
-            if count != beat.count:
-                self.beats[rank] = Beat(
+            count, step, sent, state, suspects, epoch = json.loads(text)
+            if count != beats[rank].count:
+                beats[rank] = Beat(
                     count=count,
                     step=step,
                     sent=sent,
                     state=state,
                     suspects=tuple(suspects),
                     seen=time.monotonic(),
+                    epoch=epoch,
                 )
 
-    def follow(self, ranks: Sequence[int], *, watched: Sequence[int] | None = None) -> None:
+    @property
+    def _large(self) -> bool:
+        return len(self._ranks) > WATCH_ALL_UP_TO
+
+    def follow(
+        self, ranks: Sequence[int], *, watched: Sequence[int] | None = None, epoch: int | None = None
+    ) -> None:
         """Watch another set of ranks from now on; what this rank said about a failure is taken back.
 
         Args:
             ranks: ranks of the group.
             watched: those to watch, when it is not all or the next four.
+            epoch: number of the composition from now on; failures that others said before do not count.
         """
         others = self._choose(ranks) if watched is None else tuple(r for r in watched if r != self._rank)
         now = time.monotonic()
-        fresh = Beat(count=0, step=0, sent=0, state="run", suspects=(), seen=now)
-        known = dict(self.beats)
-        # The thread reads both; a round that meets one old and one new is given up and comes again.
-        self.beats = {r: known.get(r, fresh) for r in others}
-        self._ranks, self._watched = tuple(ranks), others
-        self.state, self.suspects = "run", ()
+        with self._view:
+            known = self.beats
+            # A new mapping: a round that reads into the old one does no harm.
+            self.beats = {
+                r: known.get(r) or Beat(count=0, step=0, sent=0, state="run", suspects=(), seen=now)
+                for r in others
+            }
+            self._ranks = tuple(ranks)
+            self.state, self.suspects, self._alarm = "run", (), ()
+            if epoch is not None:
+                self.epoch = epoch
 
     def _choose(self, ranks: Sequence[int]) -> tuple[int, ...]:
         if len(ranks) <= WATCH_ALL_UP_TO:
@@ -160,10 +212,9 @@ class Liveness:
         None while the store itself does not answer: every beat would look old.
         """
         limit = self.timeout_s if limit_s is None else limit_s
-        now = time.monotonic()
-        if now - self._answered > limit and self.beats:
+        if self._cut_off(limit):
             return ()
-        return tuple(r for r, b in self.beats.items() if now - b.seen > limit or b.state == "closed")
+        return tuple(r for r, b in list(self.beats.items()) if self._old(b, limit) or b.state == "closed")
 
     def silent(self, limit_s: float | None = None) -> tuple[int, ...]:
         """Ranks without a new beat for ``limit_s`` seconds (default: the timeout), or accused by one that
@@ -172,13 +223,29 @@ class Liveness:
         While the store itself does not answer nobody is named: every beat would look old.
         """
         limit = self.timeout_s if limit_s is None else limit_s
-        now = time.monotonic()
-        if now - self._answered > limit and self.beats:
+        if self._cut_off(limit):
             return ()
-        quiet = {r for r, beat in self.beats.items() if now - beat.seen > limit and beat.state == "run"}
-        left = {r for r, beat in self.beats.items() if beat.state == "closed"}
-        accused = {s for beat in self.beats.values() for s in beat.suspects if s != self._rank}
+        beats = list(self.beats.items())
+        quiet = {r for r, beat in beats if self._old(beat, limit) and beat.state == "run"}
+        left = {r for r, beat in beats if beat.state == "closed"}
+        said = {s for _, beat in beats if beat.epoch == self.epoch for s in beat.suspects}
+        accused = (said | set(self._alarm)) - {self._rank}
         return tuple(sorted((quiet or accused) | left))
+
+    def _cut_off(self, limit_s: float) -> bool:
+        return bool(self.beats) and time.monotonic() - self._answered > limit_s
+
+    def _old(self, beat: Beat, limit_s: float) -> bool:
+        """Whether a beat was old when the store last answered: this process may have been stopped since."""
+        return self._answered - beat.seen > limit_s
+
+    def closed(self) -> set[int]:
+        """Watched ranks that have said goodbye."""
+        return {r for r, beat in list(self.beats.items()) if beat.state == "closed"}
+
+    def seen(self, ranks: Sequence[int]) -> set[int]:
+        """Those of ``ranks`` that have sent a beat, as far as they are watched, and this rank."""
+        return {r for r in ranks if r == self._rank or (r in self.beats and self.beats[r].count)}
 
     def behind(self) -> tuple[int, ...]:
         """Ranks that are alive but have sent fewer backwards than this one: it is they who are waited for."""
@@ -198,6 +265,8 @@ class Liveness:
             return f"rank {rank} (closed its scheduler at step {beat.step})"
         age = time.monotonic() - beat.seen
         where = f"in step {beat.step} with {beat.sent} backwards sent"
+        if beat.state == "failed" and beat.epoch == self.epoch and age <= self.timeout_s:
+            return f"rank {rank} (gave up {where})"
         if age <= 3 * self.interval_s + 0.2:
             return f"rank {rank} (alive but slow: {where}, this rank {self.sent})"
         return f"rank {rank} (silent for {age:.1f} s, last seen {where})"
@@ -207,10 +276,17 @@ class Liveness:
         self._round()
 
     def fail(self, suspects: tuple[int, ...]) -> None:
-        """Tell the others at once that this rank gave up, and because of whom."""
+        """Tell the others at once that this rank gave up, and because of whom.
+
+        In a large group few watch this rank, so all are told by one key that all look at.
+        """
         self.state, self.suspects = "failed", suspects
-        if self._thread is not None:
-            self._round()
+        if self._thread is None:
+            return
+        if self._large:
+            with suppress(Exception):  # without the store there is nobody to tell
+                self._store.set(f"alarm/{self.epoch}", json.dumps(suspects))
+        self._round()
 
     def close(self) -> None:
         """Say goodbye and end the thread."""
@@ -220,6 +296,7 @@ class Liveness:
             self.state = "closed"
         self._stop.set()
         self._thread.join(timeout=self.timeout_s)
-        with suppress(Exception):  # the store may be gone already, and nobody is left to tell
-            self._beat()
+        if not self._thread.is_alive():  # else the store hangs, and so would this
+            with suppress(Exception):  # the store may be gone already, and nobody is left to tell
+                self._beat()
         self._thread = None

@@ -3,6 +3,7 @@
 from loongforge_comm.members.board import JoinRequest
 from loongforge_comm.members.config import MembershipConfig
 from loongforge_comm.members.generation import Generation
-from loongforge_comm.members.membership import Membership, RemovedError
+from loongforge_comm.members.membership import Membership
+from loongforge_comm.members.watching import RemovedError
 
 __all__ = ["Generation", "JoinRequest", "Membership", "MembershipConfig", "RemovedError"]

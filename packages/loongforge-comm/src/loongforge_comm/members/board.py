@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from loongforge_comm.internals import multi_get
 from loongforge_comm.members.generation import Generation
+from loongforge_comm.members.store import BoundedStore
 
 ENDED = "ended"
+WITHDRAWN = "withdrawn"
+GO, VOID, CANCELLED = "go", "void", "cancelled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,22 @@ class JoinRequest:
 
 
 class Board:
-    """Typed access to the store under a run's own prefix. Every call is one or two round trips."""
+    """Typed access to the store under a run's own prefix. Calls cost a few round trips whatever the number of
+    members; each raises RankFailureError when the store is gone or does not answer.
+    """
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    def __init__(self, store: dist.Store, *, limit_s: float = 30.0) -> None:
+        """Set up without communication.
+
+        Args:
+            store: connection under the run's prefix.
+            limit_s: longest wait for an answer of the store.
+        """
+        self._bounded = BoundedStore(store, limit_s)
+
+    def close(self) -> None:
+        """End the thread that asks the store."""
+        self._bounded.close()
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -41,8 +54,7 @@ class Board:
 
         The store decides between two proposals, so there is never a second opinion about who is in.
         """
-        key, text = f"generation/{generation.number}", generation.to_json()
-        return Generation.from_json(self._store.compare_set(key, "", text).decode())
+        return Generation.from_json(self._first(f"generation/{generation.number}", generation.to_json()))
 
     def generation(self, number: int) -> Generation | None:
         """Return a record, or None when there is none yet."""
@@ -51,25 +63,37 @@ class Board:
 
     def say_ready(self, number: int, member: int, step: int) -> None:
         """Say that a member has given generation ``number`` up after finishing ``step``."""
-        self._store.set(f"ready/{number}/{member}", str(step))
+        self._append(f"ready/{number}", member, step)
 
-    def ready(self, number: int, members: Iterable[int]) -> dict[int, int]:
+    def ready(self, number: int) -> dict[int, int]:
         """Return the last finished steps of those who gave a generation up."""
-        return {m: int(text) for m, text in self._many(f"ready/{number}", members).items()}
+        return self._list(f"ready/{number}")
 
     def arrive(self, number: int, member: int) -> None:
         """Say that a member has come to the start of a generation."""
-        self._store.set(f"here/{number}/{member}", "1")
+        self._append(f"here/{number}", member, 1)
 
-    def arrived(self, number: int, members: Iterable[int]) -> set[int]:
+    def arrived(self, number: int) -> set[int]:
         """Return who has come to the start of a generation."""
-        return set(self._many(f"here/{number}", members))
+        return set(self._list(f"here/{number}"))
+
+    def settle(self, number: int, verdict: str) -> str:
+        """Say whether a generation begins, unless somebody has: return the verdict that stands.
+
+        ``go``: all are there. ``void``: one was given up, or has given up. ``cancelled``: the run cannot
+        begin.
+        """
+        return self._first(f"start/{number}", verdict)
+
+    def verdict(self, number: int) -> str | None:
+        """Return whether a generation begins, None when that is open."""
+        return self._get(f"start/{number}")
 
     # -- borders -----------------------------------------------------------------------------------
 
     def decide(self, number: int, step: int, *, change: bool) -> None:
         """Say, as rank 0, whether a new generation begins behind a step."""
-        self._store.set(f"border/{number}/{step}", "1" if change else "0")
+        self._bounded.call(lambda store: store.set(f"border/{number}/{step}", "1" if change else "0"))
 
     def decision(self, number: int, step: int) -> bool | None:
         """Return what rank 0 has said about a border, None when nothing yet."""
@@ -78,62 +102,96 @@ class Board:
 
     def forget(self, number: int, step: int) -> None:
         """Remove a decision that everybody has read."""
-        self._store.delete_key(f"border/{number}/{step}")
+        self._bounded.call(lambda store: store.delete_key(f"border/{number}/{step}"))
 
     # -- joining -----------------------------------------------------------------------------------
 
     def claim(self, what: str) -> bool:
         """Return True for the first who asks, False for everybody after."""
-        return self._store.add(f"claim/{what}", 1) == 1
+        return self._bounded.call(lambda store: store.add(f"claim/{what}", 1)) == 1
 
     def ask(self, request: JoinRequest) -> int:
         """Put up a request and return its ticket."""
-        ticket = self._store.add("join/count", 1) - 1
-        self._store.set(f"join/{ticket}", json.dumps(asdict(request)))
-        return ticket
+
+        def put(store: dist.Store) -> int:
+            ticket = store.add("join/count", 1) - 1
+            store.set(f"join/{ticket}", json.dumps(asdict(request)))
+            return ticket
+
+        return self._bounded.call(put)
 
     def show_life(self, ticket: int, count: int) -> None:
         """Say that whoever holds a ticket still waits."""
-        self._store.set(f"life/{ticket}", str(count))
+        self._bounded.call(lambda store: store.set(f"life/{ticket}", str(count)))
 
-    def waiting(self, *, first: int = 0) -> dict[int, tuple[JoinRequest, str]]:
-        """Return requests without an answer, with their last sign of life, by ticket."""
-        found = {}
-        for ticket in range(first, self._store.add("join/count", 0)):
-            text = self._get(f"join/{ticket}")
-            if text is not None and not self._store.check([f"answer/{ticket}"]):
-                found[ticket] = (JoinRequest(**json.loads(text)), self._get(f"life/{ticket}") or "")
-        return found
+    def waiting(self, *, first: int = 0) -> tuple[int, dict[int, tuple[JoinRequest, str]]]:
+        """Return requests without an answer, with their last sign of life.
 
-    def answer(self, ticket: int, generation: int, member: int) -> None:
-        """Let a ticket in."""
-        self._store.set(f"answer/{ticket}", json.dumps([generation, member]))
+        Args:
+            first: ticket to begin with.
+
+        Returns:
+            (oldest ticket without an answer, ticket -> (request, sign of life)).
+        """
+
+        def look(store: dist.Store) -> tuple[int, dict[int, tuple[JoinRequest, str]]]:
+            count = store.add("join/count", 0)
+            open_tickets = [t for t in range(first, count) if not store.check([f"answer/{t}"])]
+            found = {}
+            for ticket in open_tickets:
+                text = _read(store, f"join/{ticket}")
+                if text is not None:  # else it is just being written
+                    life = _read(store, f"life/{ticket}") or ""
+                    found[ticket] = (JoinRequest(**json.loads(text)), life)
+            return min(open_tickets, default=count), found
+
+        return self._bounded.call(look)
+
+    def answer(self, ticket: int, generation: int, member: int) -> bool:
+        """Let a ticket in; False when it was withdrawn before."""
+        text = json.dumps([generation, member])
+        return self._first(f"answer/{ticket}", text) == text
 
     def answered(self, ticket: int) -> tuple[int, int] | None:
         """Return (generation, member number) of a ticket that was let in."""
-        text = self._get(f"answer/{ticket}")
-        if text is None:
-            return None
-        generation, member = json.loads(text)
-        return generation, member
+        return _parse_answer(self._get(f"answer/{ticket}"))
+
+    def withdraw(self, ticket: int) -> tuple[int, int] | None:
+        """Take a request back; returns the answer when there is one already."""
+        return _parse_answer(self._first(f"answer/{ticket}", WITHDRAWN))
 
     def end(self) -> None:
         """Say that the run is over."""
-        self._store.set(ENDED, "1")
+        self._bounded.call(lambda store: store.set(ENDED, "1"))
 
     @property
     def ended(self) -> bool:
         """Whether the run is over."""
-        return self._store.check([ENDED])
+        return self._bounded.call(lambda store: store.check([ENDED]))
 
     # -- store -------------------------------------------------------------------------------------
 
     def _get(self, key: str) -> str | None:
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._bounded.call(lambda store: _read(store, key))
 
-    def _many(self, prefix: str, members: Iterable[int]) -> dict[int, str]:
-        there = {m: f"{prefix}/{m}" for m in members if self._store.check([f"{prefix}/{m}"])}
-        if not there:
-            return {}
-        values = multi_get(self._store, list(there.values()))
-        return {m: raw.decode() for m, raw in zip(there, values, strict=True)}
+    def _first(self, key: str, text: str) -> str:
+        return self._bounded.call(lambda store: store.compare_set(key, "", text)).decode()
+
+    def _append(self, key: str, member: int, value: int) -> None:
+        self._bounded.call(lambda store: store.append(key, f"{member}:{value};"))  # type: ignore[attr-defined]
+
+    def _list(self, key: str) -> dict[int, int]:
+        entries = (self._get(key) or "").split(";")
+        pairs = (entry.split(":") for entry in entries if entry)
+        return {int(member): int(value) for member, value in pairs}
+
+
+def _read(store: dist.Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _parse_answer(text: str | None) -> tuple[int, int] | None:
+    if text is None or text == WITHDRAWN:
+        return None
+    generation, member = json.loads(text)
+    return generation, member

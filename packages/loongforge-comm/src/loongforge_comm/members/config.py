@@ -10,14 +10,16 @@ class MembershipConfig:
     """Settings of :class:`loongforge_comm.Membership`; every rank must use equal values."""
 
     check_every: int = 100
-    """Steps between two looks at who wants to join (one store round trip each)."""
+    """Steps between two looks at who wants to join. Costs a few store round trips each, and two heartbeat
+    intervals once for each new request."""
     heartbeat_interval_s: float = 1.0
     """Seconds between heartbeats of the background thread."""
     heartbeat_timeout_s: float = 10.0
     """Seconds without a heartbeat after which a rank is taken out. A C call that holds the interpreter lock
     for longer looks like a stopped rank."""
     agree_timeout_s: float = 120.0
-    """Longest wait for a rank that is alive to come to an agreement; then it is taken out as well."""
+    """Longest wait for a rank that is alive to come to an agreement; then it is taken out as well. Also the
+    longest wait for an answer of the store."""
     timeout_s: float = 600.0
     """Limit of the collectives of the process groups that are made."""
     min_ranks: int = 1
@@ -32,6 +34,12 @@ class MembershipConfig:
             if not getattr(self, name) > 0:
                 msg = f"{name} is {getattr(self, name)}, allowed are values > 0"
                 raise ValueError(msg)
+        if self.agree_timeout_s < self.heartbeat_timeout_s:
+            msg = (
+                f"agree_timeout_s is {self.agree_timeout_s} with heartbeat_timeout_s "
+                f"{self.heartbeat_timeout_s}, allowed is the heartbeat's timeout or more; raise it"
+            )
+            raise ValueError(msg)
         if self.heartbeat_interval_s * 2 > self.heartbeat_timeout_s:
             msg = (
                 f"heartbeat_interval_s is {self.heartbeat_interval_s} with heartbeat_timeout_s "

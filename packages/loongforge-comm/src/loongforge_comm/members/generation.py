@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+NO_STATE = -1
+"""Finished step of a member that has no state of the run that belongs together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -51,9 +54,10 @@ class Generation:
     @classmethod
     def from_json(cls, text: str) -> Generation:
         """Read what :meth:`to_json` wrote."""
-        values = json.loads(text)
+        values: dict[str, object] = json.loads(text)
         lists = ("members", "behind", "left", "joined")
-        return cls(**{k: tuple(v) if k in lists else v for k, v in values.items()})
+        fields = {k: tuple(v) if k in lists and isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)  # type: ignore[arg-type]
 
 
 def first(world_size: int) -> Generation:
@@ -70,8 +74,14 @@ def after_loss(now: Generation, ready: Mapping[int, int]) -> Generation:
 
     Args:
         now: the generation that failed.
-        ready: member number -> last step that it has finished.
+        ready: member number -> last step that it has finished, or NO_STATE.
+
+    Raises:
+        ValueError: nobody has the state of the run.
     """
+    if max(ready.values(), default=NO_STATE) < 0:
+        msg = f"nobody of {sorted(ready)} has the state of the run"
+        raise ValueError(msg)
     step = max(ready.values())
     members = sorted(ready, key=lambda member: (ready[member] != step, now.members.index(member)))
     return Generation(
