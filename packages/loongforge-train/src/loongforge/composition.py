@@ -39,6 +39,7 @@ def build_parts(
     optimizer: Optimizer | None = None,
     schedule: LRScheduler | None = None,
     memory: MemoryPillar | None = None,
+    earlier: Parts | None = None,
 ) -> Parts:
     """Compose model, pillars and optimizer into the parts of a step.
 
@@ -52,24 +53,28 @@ def build_parts(
         optimizer: A ready optimizer, instead of AdamW over ``groups``.
         schedule: A ready schedule, instead of the configured one.
         memory: The memory pillar, when it had to be made before the model was.
+        earlier: Parts of the same model among other ranks: what does not depend on ranks is taken from there.
     """
     memory = memory or build_memory(config.pillars, ranks.device)
     with memory.persistent():
         model.to(ranks.device)
     foreign_hooks = has_hooks(model)
-    if config.pillars.fused_ops:
+    if config.pillars.fused_ops and earlier is None:
         patch_operators(model)
     called = module if module is not None else model
     if config.compile:
         called = torch.compile(called)  # type: ignore[assignment]
     parallel = build_parallel(model, called, ranks, config)
+    if earlier is not None:
+        optimizer, schedule = earlier.optimizer, earlier.schedule
     if optimizer is None:
         optimizer = parallel.optimizer(groups(model, config.weight_decay), config)
     if schedule is None:
         schedule = build_schedule(optimizer, config, total_steps(config, source))
-    memory.attach(model, optimizer)
+    if earlier is None:
+        memory.attach(model, optimizer)
     device = ranks.device
-    scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+    scaler, average, guard = _kept(config, model, device, earlier)
     return Parts(
         model=model,
         runner=build_runner(
@@ -87,17 +92,32 @@ def build_parts(
         ranks=ranks,
         memory=memory,
         recorder=Recorder(device, ranks.rank, gpu_util=utilisation_reader(device)),
-        guard=Guard(config.guards),
+        guard=guard,
         accumulation=config.accumulation,
         seed=config.seed,
         clip_norm=config.clip_norm,
         autocast=AUTOCAST[config.precision],
         scaler=scaler,
-        average=WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None,
+        average=average,
         drop_ragged=config.drop_ragged,
         before_optimizer=getattr(source.loader, "before_optimizer", None),
+        documents=dict(earlier.documents) if earlier is not None else {},
         keep_gradients=keeps_gradients(config, ranks),
     )
+
+
+def _kept(
+    config: TrainConfig, model: nn.Module, device: torch.device, earlier: Parts | None
+) -> tuple[torch.amp.GradScaler | None, WeightAverage | None, Guard]:
+    """Return loss scaler, moving average and guard, those of the earlier parts where there are any."""
+    scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+    if earlier is not None:
+        # A scaler of its own: the earlier one may have been left between unscaling and step.
+        if scaler is not None and earlier.scaler is not None:
+            scaler.load_state_dict(earlier.scaler.state_dict())
+        return scaler, earlier.average, earlier.guard
+    average = WeightAverage(model, config.ema_decay) if config.ema_decay is not None else None
+    return scaler, average, Guard(config.guards)
 
 
 def total_steps(config: TrainConfig, source: BatchSource) -> int:
@@ -112,6 +132,24 @@ def total_steps(config: TrainConfig, source: BatchSource) -> int:
         msg = "epochs is set but the loader has no length: pass --steps N as well"
         raise ConfigError(msg)
     return min(limits)
+
+
+def steps_from(config: TrainConfig, source: BatchSource, *, regular: int | None, step: int) -> int:
+    """Return the optimizer steps of the whole run, counted from a step in the middle of it.
+
+    Args:
+        config: The run.
+        source: Stands where ``step`` ended; its epoch may have been begun by other ranks.
+        regular: Micro-batches of an epoch that these ranks begin.
+        step: Steps done.
+    """
+    if config.epochs is None or regular is None:
+        return total_steps(config, source)
+    left = 0 if source.ended else max(0, (source.batches_per_epoch() or 0) - source.taken)
+    later = max(0, config.epochs - source.epoch - 1)
+    whole = math.floor if config.drop_ragged else math.ceil
+    by_epochs = step + whole(left / config.accumulation) + later * whole(regular / config.accumulation)
+    return by_epochs if config.steps is None else min(config.steps, by_epochs)
 
 
 def total_or_none(config: TrainConfig, source: BatchSource) -> int | None:

@@ -108,6 +108,30 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """Ranks that come and go while a run goes on."""
+
+    enabled: bool = False
+    """A rank that does not answer is taken out and the others go on; ``loongforge hot-rejoin`` lets one in.
+    Needs strategy ddp, loongforge-comm and loongforge-data. On a GPU the host then waits for each step's
+    gradients before the optimizer."""
+    check_every: int = 100
+    """Steps between two looks at who wants to join."""
+    heartbeat_s: float = 10.0
+    """Seconds without a heartbeat after which a rank is taken out."""
+    min_ranks: int = 1
+    """Fewest ranks that go on; with fewer the run ends and resumes from its newest checkpoint."""
+    store: str = ""
+    """HOST:PORT of a store of its own (``python -m loongforge_comm store``); by default torchrun's, which is
+    lost with the first node."""
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return min(1.0, self.heartbeat_s / 4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run."""
 
@@ -183,6 +207,7 @@ class TrainConfig:
     pillars: PillarConfig = field(default_factory=PillarConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guards: GuardConfig = field(default_factory=GuardConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     def __post_init__(self) -> None:
         _positive("steps", self.steps, optional=True)
@@ -225,6 +250,29 @@ class TrainConfig:
             )
             raise ConfigError(message)
         check_fusion(self.pillars.fuse, self.accumulation)
+        if self.elastic.enabled:
+            self._check_elastic()
+
+    def _check_elastic(self) -> None:
+        """Refuse state that is split over ranks, and data that cannot be dealt to other ranks."""
+        for name, value, fits, allowed in (
+            (
+                "strategy",
+                self.strategy,
+                self.strategy == "ddp",
+                "ddp, where every rank holds the whole state",
+            ),
+            ("pillars.data", self.pillars.data, self.pillars.data == "on", "on, which deals an epoch anew"),
+            ("compile", self.compile, not self.compile, "off"),
+        ):
+            if not fits:
+                msg = f"elastic is on with {name} {value}: allowed is {allowed}; or switch elastic off"
+                raise ConfigError(msg)
+        for name in ("check_every", "min_ranks"):
+            _positive(f"elastic.{name}", getattr(self.elastic, name))
+        if self.elastic.heartbeat_s < 1:
+            msg = f"elastic.heartbeat_s is {self.elastic.heartbeat_s}: allowed is 1 second or more"
+            raise ConfigError(msg)
 
 
 def check_fusion(fuse: int | str, accumulation: int) -> None:

@@ -95,6 +95,8 @@ class StepEngine:
         self._windows = 0
         self.around: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
         """Context around the work of a step, by its number; the session puts probes here."""
+        self.committed: Callable[[], object] = lambda: None
+        """Called when weights and step number have moved on together, before the step's record."""
         self.validated: Callable[[int], float | None] = lambda step: None
         """Loss on held-out samples after a step, by its number, or None; the session measures it."""
 
@@ -126,6 +128,7 @@ class StepEngine:
         clock.finish()
         self.at.step += 1
         self.at.last_step_ms = 1e3 * (clock.ended - clock.began)
+        self.committed()
         self._record(counts, outcome, clock, norm=norm, loss=loss, bad=bad)
         parts.parallel.step_end(self.at.step)
         return True
@@ -248,6 +251,8 @@ class StepEngine:
         parts, step = self.parts, self.at.step + 1
         loss = torch.as_tensor(outcome.loss, dtype=torch.float32, device=parts.ranks.device)
         loss = parts.ranks.sum(loss.clone()) / parts.ranks.world_size
+        parts.ranks.commit()
+        parts.parallel.check()
         clipping = clips_itself(parts.optimizer, parts.clip_norm)
         if clipping is not None:
             bad = parts.guard.verdict(loss, None, step=step)

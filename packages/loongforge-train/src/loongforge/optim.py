@@ -98,7 +98,11 @@ def default_groups(model: nn.Module, weight_decay: float) -> list[dict[str, obje
     return kept
 
 
-def build_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int) -> LambdaLR:
+class PlannedSchedule(LambdaLR):
+    """The configured schedule over a known number of steps."""
+
+
+def build_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int) -> PlannedSchedule:
     """Return a warm-up followed by a cosine, linear or constant rate; it advances once per optimizer step."""
     warmup = math.ceil(config.warmup_ratio * total_steps) if config.schedule != "constant" else 0
 
@@ -110,7 +114,20 @@ def build_schedule(optimizer: Optimizer, config: TrainConfig, total_steps: int) 
         done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         return 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
 
-    return LambdaLR(optimizer, factor)
+    return PlannedSchedule(optimizer, factor)
+
+
+def go_on_schedule(
+    optimizer: Optimizer, config: TrainConfig, total_steps: int, state: Mapping[str, object]
+) -> PlannedSchedule:
+    """Return the schedule at a stored position, for a run whose number of steps may have changed since."""
+    schedule = build_schedule(optimizer, config, total_steps)
+    schedule.load_state_dict(dict(state))
+    for group, base, factor in zip(
+        optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(schedule.last_epoch)
+    return schedule
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,18 @@ from torch import distributed as dist
 from loongforge.errors import AgreementError, ConfigError
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Watcher(Protocol):
+    """What notices that another rank does not answer any more (``loongforge_comm.Membership``)."""
+
+    def wait(self, work: dist.Work, what: str) -> None:
+        """Wait for a collective on host memory, or raise when a rank is lost."""
+        ...
+
+    def check(self) -> None:
+        """Raise when a rank was lost."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +78,7 @@ class Ranks:
         device: Device this process computes on.
         owns_group: The process group was initialised here and is destroyed by :meth:`close`.
         timeout_s: Limit of every agreement, seconds.
+        members: Notices ranks that stop answering while this one waits, in a run that outlives them.
     """
 
     def __init__(
@@ -75,11 +89,13 @@ class Ranks:
         device: torch.device,
         owns_group: bool = False,
         timeout_s: float = 600.0,
+        members: Watcher | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self._owns_group = owns_group
+        self._members = members
         self._votes: dist.ProcessGroup | None = None
         if world_size > 1:
             self._votes = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -112,20 +128,53 @@ class Ranks:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=self._votes)
+        self._finish(dist.all_gather(rows, mine, group=self._votes, async_op=True), "a vote")
         return [row.tolist() for row in rows]
+
+    def _finish(self, work: dist.Work | None, what: str) -> None:
+        """Wait for a collective on host memory; in an elastic run as long as everybody answers."""
+        if work is None:
+            return
+        if self._members is None:
+            work.wait()
+        else:
+            self._members.wait(work, what)
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on all ranks."""
         return self.gather_text(text if self.rank == 0 else "")[0]
 
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        """Return rank 0's bytes on all ranks."""
+        if self.world_size == 1:
+            return data
+        size = int(self.gather([len(data)])[0][0])
+        buffer = torch.frombuffer(bytearray(data if self.rank == 0 else size), dtype=torch.uint8)
+        self._finish(dist.broadcast(buffer, 0, group=self._votes, async_op=True), "a broadcast")
+        return buffer.numpy().tobytes()
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrite ``values`` with rank 0's; on the ranks' device, or on the host of a GPU run."""
+        if self.world_size == 1:
+            return
+        group = None if values.device.type == self.device.type else self._votes
+        work = dist.broadcast(values, 0, group=group, async_op=True)
+        if values.is_cuda:
+            work.wait()
+        else:
+            self._finish(work, "a broadcast")
+
     def gather_text(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order."""
         if self.world_size == 1:
             return [text]
-        texts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(texts, text, group=self._votes)
-        return [str(entry) for entry in texts]
+        raw = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
+        sizes = [int(row[0]) for row in self.gather([raw.numel()])]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: raw.numel()] = raw
+        rows = [torch.empty_like(mine) for _ in sizes]
+        self._finish(dist.all_gather(rows, mine, group=self._votes, async_op=True), "an exchange of texts")
+        return [bytes(row[: size - 1].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def require_equal(self, what: str, text: str) -> None:
         """Fail on all ranks, naming the ranks that differ, unless ``text`` is equal everywhere."""
@@ -142,8 +191,24 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over ranks on their device; nothing is sent on one rank."""
         if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM)
+            work = dist.all_reduce(values, op=dist.ReduceOp.SUM, async_op=True)
+            if values.is_cuda:
+                work.wait()
+            else:
+                self._finish(work, "a sum")
         return values
+
+    def commit(self) -> None:
+        """Make sure that the collectives of this step have ended well, before weights are changed.
+
+        Only in an elastic run, where a failed step is done again by those that are left: on a GPU a
+        collective that was given up leaves half of a sum, and the host must wait to know.
+        """
+        if self._members is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._members.check()
 
     @property
     def votes(self) -> dist.ProcessGroup | None:
@@ -157,7 +222,7 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until all ranks are here (its own group and timeout, fault C21)."""
         if self.world_size > 1:
-            dist.barrier(group=self._votes)
+            self._finish(dist.barrier(group=self._votes, async_op=True), "a barrier")
 
     def close(self) -> None:
         """Destroy what was initialised here."""
@@ -187,12 +252,8 @@ def join(device: str = "auto", *, timeout_s: float = 600.0) -> Ranks:
     if missing:
         message = f"RANK is set but {', '.join(missing)} is not: start the ranks with torchrun, or unset RANK"
         raise ConfigError(message)
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
-    local = os.environ["MASTER_ADDR"] in {"127.0.0.1", "localhost"}
-    if local and Path("/sys/class/net/lo").exists():
-        # Gloo resolves the host name otherwise, which fails on machines without a name service.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+    prefer_loopback(os.environ["MASTER_ADDR"])
+    dist.init_process_group(backend=backend_of(chosen), timeout=timedelta(seconds=timeout_s))
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -200,6 +261,20 @@ def join(device: str = "auto", *, timeout_s: float = 600.0) -> Ranks:
         owns_group=True,
         timeout_s=timeout_s,
     )
+
+
+def backend_of(device: torch.device) -> str:
+    """Return the backend for gradients on a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def prefer_loopback(address: str) -> None:
+    """Let Gloo talk over the loopback interface where all ranks are on this host.
+
+    It resolves the host name otherwise, which fails on machines without a name service.
+    """
+    if address in {"127.0.0.1", "localhost"} and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def choose_device(device: str) -> torch.device:

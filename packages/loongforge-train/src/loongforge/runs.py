@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,9 +16,10 @@ from loongforge.batches import add_draws, move
 from loongforge.checkpoint.find import find_newest
 from loongforge.checkpoint.state import MDG_FILE
 from loongforge.config import SHARDED, TrainConfig
+from loongforge.engine import Parts
 from loongforge.errors import ConfigError, require
 from loongforge.fusing import plan_ahead
-from loongforge.pillars import build_memory
+from loongforge.pillars import MemoryPillar, build_memory
 from loongforge.ranks import Ranks, join
 from loongforge.recipes import Recipe, get_recipe
 from loongforge.rng import seed_rank
@@ -50,32 +52,89 @@ def build_run(config: TrainConfig, *, ranks: Ranks | None = None, callbacks: Seq
         ConfigError: A setting does not fit.
         MissingPillarError: A pillar is asked for that is not installed.
     """
+    check_run(config)
+    ranks = ranks or join(config.device)
+    ranks.require_equal("the configuration", repr(config))
+    return assemble(config, prepare(config, ranks.device), ranks, callbacks=callbacks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What of a run does not depend on how many ranks there are."""
+
+    recipe: Recipe
+    options: object
+    memory: MemoryPillar
+    model: nn.Module
+    dataset: object
+    collate: Collate
+
+
+def check_run(config: TrainConfig) -> None:
+    """Fail before anything is built when the configuration names no data set or options that do not fit."""
     if config.dataset is None:
         msg = "no data set: pass --dataset DIR (a LeRobot v2.x or v3.0 directory)"
         raise ConfigError(msg)
+    get_recipe(config.recipe).options(config.recipe_options)
+
+
+def prepare(config: TrainConfig, device: torch.device) -> Prepared:
+    """Build model and data set; nothing here waits for another rank."""
     recipe = get_recipe(config.recipe)
     options = recipe.options(config.recipe_options)
-    ranks = ranks or join(config.device)
-    ranks.require_equal("the configuration", repr(config))
-    memory = build_memory(config.pillars, ranks.device)
+    memory = build_memory(config.pillars, device)
     with memory.persistent():
-        model = recipe.build_model(options, config.seed, device=str(ranks.device))
-    dataset = recipe.build_dataset(config.dataset, options)
+        model = recipe.build_model(options, config.seed, device=str(device))
+    dataset = recipe.build_dataset(str(config.dataset), options)
     collate = recipe.build_collate(dataset, model, options)
-    graph = describe_modules(config, model, dataset, collate, ranks)  # type: ignore[arg-type]
+    return Prepared(
+        recipe=recipe,
+        options=options,
+        memory=memory,
+        model=model,
+        dataset=dataset,
+        collate=collate,  # type: ignore[arg-type]
+    )
+
+
+def assemble(
+    config: TrainConfig,
+    prepared: Prepared,
+    ranks: Ranks,
+    *,
+    callbacks: Sequence[Callback] = (),
+    earlier: Parts | None = None,
+) -> Run:
+    """Build a session among ranks; all of them call it.
+
+    Args:
+        config: The run.
+        prepared: What does not depend on the ranks.
+        ranks: This process among its peers.
+        callbacks: Called with each step record.
+        earlier: Parts of the same model among other ranks: optimizer and counters are taken from there.
+    """
+    recipe, options, model = prepared.recipe, prepared.options, prepared.model
+    dataset, collate = prepared.dataset, prepared.collate
+    graph = "" if earlier is not None else describe_modules(config, model, dataset, collate, ranks)
     seed_rank(config.seed, ranks.rank)
-    loader = build_loader(dataset, collate, config, ranks)  # type: ignore[arg-type]
+    loader = build_loader(dataset, collate, config, ranks)
     if config.pillars.data == "on":
         depth, plan = config.pillars.device_prefetch, plan_ahead(config, model, ranks)
         loader = stage(loader, model, ranks.device, seed=config.seed, depth=depth, plan=plan)
     fingerprint = getattr(dataset, "fingerprint", None)
     source = BatchSource(loader, fingerprint=None if fingerprint is None else str(fingerprint))
     groups = functools.partial(recipe.param_groups, learning_rate=config.learning_rate)
-    parts = build_parts(config, model, source, ranks, groups=groups, memory=memory)
+    parts = build_parts(config, model, source, ranks, groups=groups, memory=prepared.memory, earlier=earlier)
     if graph:
         parts.documents[MDG_FILE] = graph
-    session = Session(config, parts, callbacks=callbacks)
-    session.validation = build_validation(config, recipe, options, model, collate, ranks)  # type: ignore[arg-type]
+    try:
+        session = Session(config, parts, callbacks=callbacks)
+        session.validation = build_validation(config, recipe, options, model, collate, ranks)
+    except BaseException:
+        # The model outlives this in an elastic run, and must not keep the hooks of a failed beginning.
+        parts.parallel.close()
+        raise
     return Run(session=session, model=model, ranks=ranks)
 
 

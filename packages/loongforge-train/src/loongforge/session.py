@@ -23,6 +23,7 @@ from loongforge.checkpoint.write import CheckpointWriter
 from loongforge.composition import AUTOCAST, build_parts, total_or_none, total_steps
 from loongforge.config import TrainConfig
 from loongforge.control.live import Live
+from loongforge.elastic.border import Members, MembersChanged, StepBorder
 from loongforge.engine import Parts, StepEngine
 from loongforge.errors import CheckpointError, ConfigError, LoongForgeError, NonFiniteError, SpikeError
 from loongforge.forking import protect_forked_children
@@ -99,12 +100,21 @@ class Session:
             self.engine.around = self._probe
         self._saved_step: int | None = None
         self._failed_saves = 0
+        self.members: Members | None = None
+        """Notices ranks that come and go; set in an elastic run."""
+        self.handover: Callable[[], int] | None = None
+        """Takes over the state of an elastic run that goes on, in place of a checkpoint's."""
+        self.border: StepBorder | None = None
+        """Where an elastic run stands if the step under way has to be done again."""
 
     def train(self) -> Result:
         """Resume if asked, run to the end or to a stop request, and leave a final checkpoint."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with watch_signals() as stop:
-            resumed = self.resume()
+            resumed = self._begin()
+            if self.members is not None:
+                self._mark_border()
+                self.engine.committed = self._mark_border
             self._open_sinks()
             self.watchdog.start()
             try:
@@ -149,6 +159,22 @@ class Session:
         every = self.config.checkpoint.every
         if every and self.engine.at.step % every == 0:
             self._periodic_save()
+        change = self.members.border(self.engine.at.step) if self.members is not None else None
+        if change is not None:
+            raise MembersChanged(change)
+
+    def _begin(self) -> Restored | None:
+        """Go to where the run stands: a checkpoint's state, or that of the ranks that were here before."""
+        if self.handover is None:
+            restored = self.resume()
+            if restored is not None and restored.total is not None:
+                self.total = restored.total
+            return restored
+        self.total = self.handover()
+        return None
+
+    def _mark_border(self) -> None:
+        self.border = StepBorder.of(self.engine)
 
     def _validated(self, step: int) -> float | None:
         """Measure the loss on held-out samples after a step, where it is due."""

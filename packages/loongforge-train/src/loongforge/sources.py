@@ -7,6 +7,7 @@ the batches over.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Protocol, runtime_checkable
 
@@ -102,8 +103,13 @@ class BatchSource:
         restore_rng(now)
         return iterator
 
+    @property
+    def ended(self) -> bool:
+        """Whether the current epoch has no micro-batch left, as far as was seen."""
+        return self._ended
+
     def batches_per_epoch(self) -> int | None:
-        """Number of micro-batches of one epoch, where the loader knows it."""
+        """Number of micro-batches of the current epoch, where the loader knows it."""
         if isinstance(self.loader, Sized):
             try:
                 return len(self.loader)
@@ -144,7 +150,7 @@ class BatchSource:
         problem = None
         if stored is not None and now is not None and stored != now:
             problem = f"the checkpoint belongs to data set {stored}, this run reads {now}"
-        elif None not in lengths and lengths[0] != lengths[1]:
+        elif not self._restores(state) and None not in lengths and lengths[0] != lengths[1]:
             problem = (
                 f"the checkpoint has {lengths[0]} micro-batches per epoch and rank, this run {lengths[1]}"
             )
@@ -179,6 +185,10 @@ class BatchSource:
             else None
         )
 
+    def _restores(self, state: Mapping[str, object]) -> bool:
+        """Whether the loader restores its position itself, and so checks what it must fit."""
+        return isinstance(state.get("loader"), Mapping) and isinstance(self.loader, Resumable)
+
     def load_resharded(
         self, state: Mapping[str, object], *, stored_ranks: int, ranks: int, allow_mismatch: bool = False
     ) -> None:
@@ -190,6 +200,7 @@ class BatchSource:
         Raises:
             CheckpointError: No exact conversion exists and ``allow_mismatch`` is false.
         """
+        reshard = {"reshard": True} if takes_other_ranks(self.loader) else {}
         at_border = state.get("taken") == 0 or bool(state.get("ended"))
         own = state.get("loader")
         self.epoch, self.taken = _integer(state, "epoch"), 0
@@ -199,7 +210,7 @@ class BatchSource:
             return
         if isinstance(self.loader, Resumable) and isinstance(own, Mapping):
             try:
-                self.loader.load_state_dict(own)
+                self.loader.load_state_dict(own, **reshard)
             except ValueError as error:
                 if not allow_mismatch:
                     message = (
@@ -237,6 +248,12 @@ class BatchSource:
         close = getattr(self.loader, "close", None)
         if callable(close):
             close()
+
+
+def takes_other_ranks(loader: object) -> bool:
+    """Whether the loader can go on inside an epoch that another number of ranks began."""
+    load = getattr(loader, "load_state_dict", None)
+    return callable(load) and "reshard" in inspect.signature(load).parameters
 
 
 def _integer(state: Mapping[str, object], key: str) -> int:

@@ -260,11 +260,16 @@ class StagedLoader:
         """Return the position after the last batch that was handed out."""
         return self._prefetcher.state_dict() if self._state is None else dict(self._state)
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to a position; what was copied ahead is dropped."""
+    def load_state_dict(self, state: Mapping[str, object], *, reshard: bool = False) -> None:
+        """Go to a position; what was copied ahead is dropped.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            reshard: Accept the position of another number of ranks, where the loader can.
+        """
         self._generation += 1
         self._state = None
-        self._prefetcher.load_state_dict(state)
+        self._prefetcher.load_state_dict(state, **({"reshard": True} if reshard else {}))
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; naming the epoch of the position keeps the position."""

@@ -38,11 +38,19 @@ from loongforge.checkpoint.sharded import (
     stored_tensors,
 )
 from loongforge.checkpoint.write import Snapshot, load_safetensors
+from loongforge.composition import steps_from
 from loongforge.config import TrainConfig, to_dict
 from loongforge.engine import StepEngine
 from loongforge.errors import CheckpointError
-from loongforge.optim import OPTIMIZER_FORMAT, load_group_settings, named_state
+from loongforge.optim import (
+    OPTIMIZER_FORMAT,
+    PlannedSchedule,
+    go_on_schedule,
+    load_group_settings,
+    named_state,
+)
 from loongforge.rng import capture_rng, restore_rng, seed_rank
+from loongforge.sources import takes_other_ranks
 
 MDG_FILE = "mdg.json"
 AVERAGE_FILE = f"{STATE}/average.pt"
@@ -63,6 +71,8 @@ class Restored:
     epoch: int
     notes: tuple[str, ...] = ()
     """What was converted, in words."""
+    total: int | None = None
+    """Optimizer steps of the whole run, where other ranks or batches have changed it."""
 
 
 def take_snapshot(engine: StepEngine, config: TrainConfig, *, loss: float | None) -> Snapshot:
@@ -177,7 +187,13 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
             f"accumulation was {facts['accumulation']}, is {config.accumulation}: the data position is "
             "counted in micro-batches, so the next one is exact; a step now means another number of samples"
         )
+    regular = parts.source.batches_per_epoch()
     restored = _restore_rank(engine, config, folder, stored_ranks=manifest.world_size, notes=notes)
+    total = None
+    other = (manifest.world_size, facts["batch_size"]) != (parts.ranks.world_size, config.batch_size)
+    if other and isinstance(parts.schedule, PlannedSchedule):
+        total = steps_from(config, parts.source, regular=regular, step=manifest.step)
+        parts.schedule = go_on_schedule(parts.optimizer, config, total, parts.schedule.state_dict())
     memory = folder / memory_file(rank)
     if memory.exists():
         parts.memory.load_state_dict(json.loads(memory.read_text()))
@@ -188,7 +204,9 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
         parts.parallel.load_plans(plans)
     engine.at.step = manifest.step
     engine.at.samples = restored
-    return Restored(folder=folder, step=manifest.step, epoch=parts.source.epoch, notes=tuple(notes))
+    return Restored(
+        folder=folder, step=manifest.step, epoch=parts.source.epoch, notes=tuple(notes), total=total
+    )
 
 
 def _restore_tensors(engine: StepEngine, config: TrainConfig, folder: Path, notes: list[str]) -> None:
@@ -252,8 +270,13 @@ def _restore_rank(
     if not isinstance(data, Mapping):
         msg = f"{own} has no data position: the file is damaged"
         raise CheckpointError(msg)
+    batch_size = int(str(json.loads((folder / TRAINER).read_text())["batch_size"]))
+    dealt_anew = batch_size != config.batch_size and takes_other_ranks(parts.source.loader)
+    if batch_size != config.batch_size:
+        notes.append(f"the batch size was {batch_size}, is {config.batch_size}: a step means other samples")
     if stored_ranks != world:
         notes.append(f"the checkpoint has {stored_ranks} rank(s), this run {world}")
+    if stored_ranks != world or dealt_anew:
         parts.source.load_resharded(
             data, stored_ranks=stored_ranks, ranks=world, allow_mismatch=config.allow_mismatch
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from loongforge.cli import inspect, live
+from loongforge.cli import elastic, inspect, live
 from loongforge.cli import train as train_command
 from loongforge.cli import verify as verify_command
 from loongforge.evaluation import command as evaluation_command
@@ -31,6 +31,7 @@ app.command("verify", rich_help_panel=TRAIN)(verify_command.verify)
 app.command("profile-step", rich_help_panel=LIVE)(live.profile_step)
 app.command("monitor-comm", rich_help_panel=LIVE)(live.monitor_comm)
 app.command("switch-strategy", rich_help_panel=LIVE)(live.switch_strategy)
+app.command("hot-rejoin", rich_help_panel=LIVE)(elastic.hot_rejoin)
 app.command("debug-dmf", rich_help_panel=LIVE)(live.debug_dmf)
 app.command("doctor", rich_help_panel=LOOK)(inspect.doctor)
 app.command("report", rich_help_panel=LOOK)(inspect.report)

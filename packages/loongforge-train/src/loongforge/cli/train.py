@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from loongforge.config import TrainConfig
+    from loongforge.session import Result
 
 DEFAULTS = {"pillars": {"mem": "auto", "fuse": "auto"}}
 """What the command line switches on beyond the library's defaults: pillars that give the same numbers."""
@@ -100,6 +101,14 @@ def train(
     keep_last: Annotated[
         int | None, typer.Option(help="Newest checkpoints kept.", rich_help_panel=SAFETY)
     ] = None,
+    elastic: Annotated[
+        bool | None,
+        typer.Option(
+            "--elastic/--no-elastic",
+            help="Go on without ranks that stop answering; hot-rejoin lets new ones in.",
+            rich_help_panel=SAFETY,
+        ),
+    ] = None,
     allow_mismatch: Annotated[
         bool | None,
         typer.Option(
@@ -150,6 +159,7 @@ def train(
             "fused_optimizer": fused_optimizer,
         },
         "checkpoint": {"every": checkpoint_every, "keep_last": keep_last},
+        "elastic": {"enabled": elastic},
     }
     merged = merge(config, flags, setting or [])
     if print_config:
@@ -206,16 +216,28 @@ def _suggested(*layers: dict[str, object]) -> dict[str, object]:
 
 def start(config: TrainConfig) -> int:
     """Build and run a training; print where its records and checkpoint are."""
+    result, rank = _start_elastic(config) if config.elastic.enabled else _start_fixed(config)
+    if rank == 0:
+        sys.stdout.write(f"metrics: {result.metrics.resolve()}\n")
+        sys.stdout.write(f"checkpoint: {result.checkpoint.resolve() if result.checkpoint else 'none'}\n")
+    return result.exit_code
+
+
+def _start_fixed(config: TrainConfig) -> tuple[Result, int]:
+    """Train with the ranks that are there at the start; return the result and this process's rank."""
     from loongforge.ranks import join
     from loongforge.runs import build_run
 
     ranks = join(config.device)
     try:
-        run = build_run(config, ranks=ranks)
-        result = run.session.train()
-        if ranks.rank == 0:
-            sys.stdout.write(f"metrics: {result.metrics.resolve()}\n")
-            sys.stdout.write(f"checkpoint: {result.checkpoint.resolve() if result.checkpoint else 'none'}\n")
+        return build_run(config, ranks=ranks).session.train(), ranks.rank
     finally:
         ranks.close()
-    return result.exit_code
+
+
+def _start_elastic(config: TrainConfig) -> tuple[Result, int]:
+    """Train with whoever is there; return the result and this process's rank at the end."""
+    from loongforge.elastic.supervise import Supervisor
+
+    supervisor = Supervisor.found(config)
+    return supervisor.train(), supervisor.members.rank

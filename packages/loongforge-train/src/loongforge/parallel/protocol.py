@@ -31,6 +31,10 @@ class Parallel(Protocol):
         """Bring gradients together where the backward has not done so."""
         ...
 
+    def check(self) -> None:
+        """Raise when a rank was lost since; called before weights are changed."""
+        ...
+
     def step_end(self, step: int) -> None:
         """Border between two steps."""
         ...

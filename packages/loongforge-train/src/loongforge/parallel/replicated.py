@@ -37,6 +37,9 @@ class Single:
     def finish(self) -> None:
         """Bring gradients together where the backward has not done so."""
 
+    def check(self) -> None:
+        """Raise when a rank was lost since."""
+
     def step_end(self, step: int) -> None:
         """Border between two steps."""
 
@@ -120,8 +123,12 @@ class Scheduled(Single):
         super().__init__(model, module, ranks)
         comm = require("loongforge_comm", "loongforge-comm", "use stock DDP (--comm off)")
         self.deferred = config.pillars.graph
+        elastic = config.elastic
+        beats = (elastic.heartbeat_interval_s, elastic.heartbeat_s) if elastic.enabled else (1.0, 10.0)
         settings = comm.SchedulerConfig(  # type: ignore[attr-defined]
             strategy=config.pillars.comm,
+            heartbeat_interval_s=beats[0],
+            heartbeat_timeout_s=beats[1],
             rebuild_interval=config.pillars.comm_rebuild_interval,
             group_overrides=_overrides(config, ranks),
         )
@@ -135,6 +142,10 @@ class Scheduled(Single):
         """Reduce existing gradients after a window that was replayed from a graph."""
         if self.deferred:
             self._scheduler.reduce_now()
+
+    def check(self) -> None:
+        """Ask the scheduler, whose heartbeats may have given up on a rank."""
+        self._scheduler.check()
 
     def step_end(self, step: int) -> None:
         """Let the scheduler rebuild its plan, answer heartbeats, or switch."""

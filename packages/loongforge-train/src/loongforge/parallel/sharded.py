@@ -58,6 +58,9 @@ class Sharded:
     def finish(self) -> None:
         """Nothing is left: the backward reduces."""
 
+    def check(self) -> None:
+        """Do nothing: a lost rank takes its shard along, so the run ends with it."""
+
     def step_end(self, step: int) -> None:
         """Nothing happens at the border."""
 
