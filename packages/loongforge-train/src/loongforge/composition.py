@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
@@ -25,6 +27,31 @@ from loongforge.ranks import Ranks
 from loongforge.recorder import Recorder
 from loongforge.sources import BatchSource
 
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What of a step's parts does not depend on the ranks, and goes on when those change."""
+
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler | None
+    average: WeightAverage | None
+    guard: Guard
+    documents: dict[str, str]
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self:
+        """Take it from parts that are left."""
+        return cls(
+            optimizer=parts.optimizer,
+            schedule=parts.schedule,
+            scaler=parts.scaler,
+            average=parts.average,
+            guard=parts.guard,
+            documents=dict(parts.documents),
+        )
+
+
 Groups = Callable[[nn.Module, float], list[dict[str, object]]]
 
 
@@ -39,7 +66,7 @@ def build_parts(
     optimizer: Optimizer | None = None,
     schedule: LRScheduler | None = None,
     memory: MemoryPillar | None = None,
-    earlier: Parts | None = None,
+    earlier: Kept | None = None,
 ) -> Parts:
     """Compose model, pillars and optimizer into the parts of a step.
 
@@ -53,7 +80,7 @@ def build_parts(
         optimizer: A ready optimizer, instead of AdamW over ``groups``.
         schedule: A ready schedule, instead of the configured one.
         memory: The memory pillar, when it had to be made before the model was.
-        earlier: Parts of the same model among other ranks: what does not depend on ranks is taken from there.
+        earlier: What goes on of the same model's training among other ranks.
     """
     memory = memory or build_memory(config.pillars, ranks.device)
     with memory.persistent():
@@ -107,7 +134,7 @@ def build_parts(
 
 
 def _kept(
-    config: TrainConfig, model: nn.Module, device: torch.device, earlier: Parts | None
+    config: TrainConfig, model: nn.Module, device: torch.device, earlier: Kept | None
 ) -> tuple[torch.amp.GradScaler | None, WeightAverage | None, Guard]:
     """Return loss scaler, moving average and guard, those of the earlier parts where there are any."""
     scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None

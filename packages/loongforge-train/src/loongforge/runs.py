@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from loongforge.batches import add_draws, move
 from loongforge.checkpoint.find import find_newest
 from loongforge.checkpoint.state import MDG_FILE
+from loongforge.composition import Kept
 from loongforge.config import SHARDED, TrainConfig
-from loongforge.engine import Parts
 from loongforge.errors import ConfigError, require
 from loongforge.fusing import plan_ahead
 from loongforge.pillars import MemoryPillar, build_memory
@@ -103,7 +103,7 @@ def assemble(
     ranks: Ranks,
     *,
     callbacks: Sequence[Callback] = (),
-    earlier: Parts | None = None,
+    earlier: Kept | None = None,
 ) -> Run:
     """Build a session among ranks; all of them call it.
 
@@ -112,7 +112,7 @@ def assemble(
         prepared: What does not depend on the ranks.
         ranks: This process among its peers.
         callbacks: Called with each step record.
-        earlier: Parts of the same model among other ranks: optimizer and counters are taken from there.
+        earlier: What goes on of the same model's training among other ranks.
     """
     recipe, options, model = prepared.recipe, prepared.options, prepared.model
     dataset, collate = prepared.dataset, prepared.collate

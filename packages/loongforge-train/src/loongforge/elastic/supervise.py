@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from loongforge.composition import Kept
 from loongforge.config import TrainConfig
 from loongforge.elastic.border import MembersChanged, StepBorder
 from loongforge.elastic.handover import hand_over
 from loongforge.elastic.lasting import LastingMemory
 from loongforge.elastic.notice import Notice, post
-from loongforge.engine import Parts
 from loongforge.errors import ConfigError, ControlError, require
 from loongforge.ranks import TORCHRUN_VARIABLES, Ranks, backend_of, choose_device, prefer_loopback
 from loongforge.runs import Prepared, Run, assemble, check_run, prepare
@@ -55,7 +56,7 @@ class Supervisor:
         self._prepared = dataclasses.replace(prepared, memory=LastingMemory(prepared.memory))
         self._device = choose_device(config.device)
         self._callbacks = callbacks
-        self._earlier: Parts | None = None
+        self._earlier: Kept | None = None
         self._border: StepBorder | None = None
         self._repeats = 0
         self.run: Run | None = None
@@ -140,6 +141,8 @@ class Supervisor:
 
     def _assemble(self) -> Run:
         """Build the session of the present generation; all its ranks do."""
+        # Graphs and buffers of the session before are given back before there are new ones.
+        gc.collect()
         members, config = self.members, self.config
         ranks = Ranks(rank=members.rank, world_size=members.world_size, device=self._device, members=members)
         ranks.require_equal("the configuration", repr(config))
@@ -160,7 +163,7 @@ class Supervisor:
             return
         run.session.close()
         run.ranks.close()
-        self._earlier = run.session.parts
+        self._earlier = Kept.of(run.session.parts)
         self._border = run.session.border or self._border
         for parameter in run.model.parameters():
             parameter.grad = None
