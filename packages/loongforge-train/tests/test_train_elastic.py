@@ -85,7 +85,7 @@ def watched(*arguments, **named):
         if case == "join" and record.step == 9 and rank == 0:
             (folder / "ask").touch()
             limit = time.monotonic() + 60
-            while not supervisor.members._board.waiting() and time.monotonic() < limit:
+            while not supervisor.members._board.waiting()[1] and time.monotonic() < limit:
                 time.sleep(0.02)
     run.session.parts.recorder.listeners.append(note)
     if case == "between" and run.ranks.world_size == 3:

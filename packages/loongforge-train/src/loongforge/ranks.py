@@ -30,8 +30,8 @@ class Watcher(Protocol):
         """Wait for a collective on host memory, or raise when a rank is lost."""
         ...
 
-    def check(self) -> None:
-        """Raise when a rank was lost."""
+    def commit(self) -> None:
+        """Wait until the device has done what it was given, and raise when a rank was lost."""
         ...
 
 
@@ -204,11 +204,8 @@ class Ranks:
         Only in an elastic run, where a failed step is done again by those that are left: on a GPU a
         collective that was given up leaves half of a sum, and the host must wait to know.
         """
-        if self._members is None:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        self._members.check()
+        if self._members is not None:
+            self._members.commit()
 
     @property
     def votes(self) -> dist.ProcessGroup | None:

@@ -69,6 +69,7 @@ def hand_over(engine: StepEngine, config: TrainConfig, members: Membership, bord
     total = steps_from(config, parts.source, regular=regular, step=engine.at.step)
     parts.schedule = go_on_schedule(parts.optimizer, config, total, _table(story["schedule"]))
     ranks.commit()
+    members.settled()
     return total
 
 

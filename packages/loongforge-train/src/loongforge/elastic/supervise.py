@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from torch import nn
+
 from loongforge.composition import Kept
 from loongforge.config import TrainConfig
 from loongforge.elastic.border import MembersChanged, StepBorder
@@ -61,6 +63,11 @@ class Supervisor:
         self._repeats = 0
         self.run: Run | None = None
         """The present session, or the last one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, the same one in all sessions."""
+        return self._prepared.model
 
     @classmethod
     def found(cls, config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> Self:
