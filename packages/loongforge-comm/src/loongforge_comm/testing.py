@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
@@ -322,3 +323,24 @@ def assert_snapshot(path: Path, graph: ModuleDependencyGraph) -> None:
             unlike = [(a, b) for a, b in zip(value, kept[key], strict=False) if a != b][:3]
             msg = f"{path.name}, {key}: {len(value)} now, {len(kept[key])} kept; first differences {unlike}"
             raise AssertionError(msg)
+
+
+def start_rank(target: Callable[..., object], *args: object, **environment: str) -> BaseProcess:
+    """Start ``target(*args)`` in a process of its own, forked from a server that has imported torch once.
+
+    Args:
+        target: a function at the top level of a file.
+        args: picklable arguments.
+        environment: variables of the process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "loongforge_comm.testing"])
+    process = context.Process(target=_start, args=(_address(target), args, environment), daemon=True)
+    process.start()
+    return process
+
+
+def _start(address: tuple[str, str], args: tuple[object, ...], environment: dict[str, str]) -> None:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environment})
+    torch.set_num_threads(1)
+    _load(address)(*args)

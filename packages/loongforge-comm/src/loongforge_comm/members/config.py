@@ -21,7 +21,8 @@ class MembershipConfig:
     """Longest wait for a rank that is alive to come to an agreement; then it is taken out as well. Also the
     longest wait for an answer of the store."""
     timeout_s: float = 600.0
-    """Limit of the collectives of the process groups that are made."""
+    """Limit of the collectives of the process groups that are made, and of the wait for the device in
+    ``commit``. Groups of a lost rank keep their connections so long; give schedulers no longer limit."""
     min_ranks: int = 1
     """Fewest ranks that go on; with fewer the run ends with an error."""
 
