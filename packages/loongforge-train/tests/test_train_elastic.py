@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from loongforge.config import ElasticConfig, PillarConfig, TrainConfig
-from loongforge.elastic.notice import read
+from loongforge.elastic.notice import Change, Notice, read
 from loongforge.errors import ConfigError, ControlError
 from loongforge.optim import build_schedule, default_groups, go_on_schedule
 from loongforge.rank_testing import RankOutcome
@@ -271,3 +271,15 @@ def test_a_notice_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     (tmp_path / "members.json").write_text('{"address": "127.0.0.1:1/x/0"}')
     with pytest.raises(ControlError, match="cannot be read"):
         read(tmp_path)
+
+
+def test_who_wants_to_join_a_run_that_is_over_is_told_at_once(tmp_path: Path) -> None:
+    from loongforge.elastic.supervise import check_store
+    from loongforge_comm.testing import free_port
+
+    port = free_port()
+    config = TrainConfig(steps=1, elastic=ElasticConfig(enabled=True))
+    change = Change(generation=0, step=0, ranks=2, left=(), joined=(), time_unix=0.0)
+    notice = Notice(address=f"127.0.0.1:{port}/x/0", backend="gloo", config=config, changes=(change,))
+    with pytest.raises(ControlError, match=f"no store answers at 127.0.0.1:{port}"):
+        check_store(notice)

@@ -157,22 +157,19 @@ def test_shards_resume_exactly_and_under_ddp(tmp_path: Path, run_ranks: Start, s
 
 
 def test_shards_of_two_ranks_go_on_with_three_and_with_one(tmp_path: Path, run_ranks: Start) -> None:
-    # Three ranks of four samples are another global batch than two: the epoch must start afresh.
+    # Three ranks of four samples are another global batch than two: the rest of the epoch is dealt anew.
     def moved(before: Path) -> float:
         old, new = load_weights(before), load_weights(newest(tmp_path))
         return max(float((old[name] - new[name]).abs().max()) for name in old)
 
     fine(go(run_ranks, setting(tmp_path, "fsdp2", 10, data="on")))
     by_two = newest(tmp_path)
-    refused = go(run_ranks, setting(tmp_path, "fsdp2", 11, data="on"), ranks=3)
-    assert {p.returncode for p in refused} == {74}
-    assert all("global batch" in json.loads(p.stdout)["error"] for p in refused)
-    fine(go(run_ranks, setting(tmp_path, "fsdp2", 11, data="on", allow_mismatch=True), ranks=3))
+    fine(go(run_ranks, setting(tmp_path, "fsdp2", 11, data="on"), ranks=3))
     assert [r["step"] for r in read_metrics(tmp_path, rank=2)] == [11]
     assert 0 < moved(by_two) < 0.02, "one step of Adam at rate 0.01 from the weights of two ranks"
     by_three = newest(tmp_path)
     assert {"sharded/__2_0.distcp"} <= set(read_manifest(by_three).files)
-    fine(go(run_ranks, setting(tmp_path, "ddp", 12, data="on", allow_mismatch=True), ranks=1))
+    fine(go(run_ranks, setting(tmp_path, "ddp", 12, data="on"), ranks=1))
     assert 0 < moved(by_three) < 0.02
     assert [r["step"] for r in read_metrics(tmp_path, rank=0)] == list(range(1, 13))
 

@@ -75,7 +75,10 @@ def report(
     if as_json:
         sys.stdout.write(json.dumps(dataclasses.asdict(diagnosis), indent=1) + "\n")
     else:
-        sys.stdout.write(screen(diagnosis, title=run.resolve().name) + f"page: {target.resolve()}\n")
+        from loongforge.elastic.notice import ranks_over_time
+
+        text = screen(diagnosis, title=run.resolve().name) + ranks_over_time(run)
+        sys.stdout.write(f"{text}page: {target.resolve()}\n")
     return 0
 
 

@@ -69,6 +69,22 @@ def post(run: Path, members: Membership, config: TrainConfig, *, backend: str) -
     temporary.replace(run / NOTICE_FILE)
 
 
+def ranks_over_time(run: Path) -> str:
+    """Return one line about how many ranks an elastic run had when, "" for any other run."""
+    if not (run / NOTICE_FILE).exists():
+        return ""
+    parts = []
+    for change in read(run).changes:
+        since = f" from step {change.step + 1}" if change.generation else ""
+        who = [
+            f"{name} {', '.join(map(str, m))}"
+            for name, m in (("left", change.left), ("joined", change.joined))
+            if m
+        ]
+        parts.append(f"{change.ranks}{since}" + (f" (member {'; '.join(who)})" if who else ""))
+    return f"ranks: {', '.join(parts)}\n"
+
+
 def read(run: Path) -> Notice:
     """Read the notice of a run.
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("loongforge")
 MOST_REPEATS = 3
 """Failures in a row at one step that nobody left after; then the error is passed on."""
+STORE_LIMIT_S = 10.0
+"""Longest wait for the store of a run that may be over."""
 UNFINISHED = -1
 """Step of a process that has no state yet: it must never be the one whose state the others take."""
 
@@ -104,6 +107,7 @@ class Supervisor:
         device = choose_device(config.device)
         prefer_loopback(notice.address.partition(":")[0])
         comm = require("loongforge_comm", "loongforge-comm")
+        check_store(notice)
         prepared = prepare(config, device)
         names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
         party = "/".join(os.environ[n] for n in names if n in os.environ) or None
@@ -198,6 +202,22 @@ class Supervisor:
             entered.step,
             entered.world_size,
         )
+
+
+def check_store(notice: Notice) -> None:
+    """Fail soon when the run is over: building a model first may take minutes.
+
+    Raises:
+        ControlError: Its store does not answer.
+    """
+    where = notice.address.partition("/")[0]
+    host, _, port = where.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=STORE_LIMIT_S):
+            return
+    except OSError as error:
+        msg = f"no store answers at {where} ({error}): the run has ended, or its store is gone"
+        raise ControlError(msg) from error
 
 
 def settings_of(config: TrainConfig) -> MembershipConfig:
