@@ -13,6 +13,7 @@ heartbeat_s.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import itertools
 import json
@@ -77,6 +78,8 @@ def configuration(arguments: dict[str, str]) -> TrainConfig:
 def work(arguments: dict[str, str]) -> None:
     """Be one rank; at the end write what the weights hash to."""
     torch.set_num_threads(1)
+    # Where a rank hangs stands in its log before the script gives up.
+    faulthandler.dump_traceback_later(LIMIT_S / 2, repeat=True)
     config = configuration(arguments)
     enough = Path(arguments["run"]) / ENOUGH
     asked: list[bool] = []
@@ -247,6 +250,10 @@ def main() -> None:
         crews["elastic"].end()
         pauses = restarts(crews["fixed"], max(1, cycles // 2))
         figures = judge(crews["elastic"], rows, pauses)
+    except TimeoutError:
+        for log in sorted(folder.glob("*/*.log")):
+            sys.stderr.write(f"== {log.name}\n{log.read_text()[-4000:]}\n")
+        raise
     finally:
         for crew in crews.values():
             crew.kill()
