@@ -81,3 +81,22 @@ def test_a_strategy_gives_the_numbers_of_ddp_and_resumes_exactly(
     assert set(moments[0]) == set(moments[1])
     for name, values in moments[1].items():
         assert torch.allclose(moments[0][name]["exp_avg"], values["exp_avg"], atol=1e-5), name
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+def test_sharding_in_bf16_leaves_the_numbers_of_a_batch_as_they_are(
+    tmp_path: Path, run_ranks: Callable[..., list[RankOutcome]], strategy: str
+) -> None:
+    # Rounded to bfloat16, a flow time or a crop offset just below 1 becomes 1, which is out of range.
+    script = SCRIPT.replace(
+        "    model = ToyModel()\n",
+        "    class Seen(ToyModel):\n"
+        "        def forward(self, batch):\n"
+        "            assert batch['noise'].dtype == batch['x'].dtype == torch.float32, batch['noise'].dtype\n"
+        "            assert self.head.weight.dtype == torch.bfloat16, self.head.weight.dtype\n"
+        "            return super().forward(batch)\n"
+        "    model = Seen()\n",
+    )
+    setting = {"output": str(tmp_path), "strategy": strategy, "steps": 2, "precision": "bf16"}
+    done = run_ranks(script, json.dumps([setting]))
+    assert [p.returncode for p in done] == [0, 0], done[0].stderr[-3000:] + done[1].stderr[-3000:]

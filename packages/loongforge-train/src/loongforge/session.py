@@ -282,6 +282,8 @@ class Session:
                 was begun, on any rank.
         """
         self.watchdog.beat(self.engine.at.step)
+        if self.members is not None:
+            self.members.check(ask=True)
         # A run that goes on from here must find the records of all steps up to here.
         self.parts.recorder.flush()
         self._agree_on_earlier_write()

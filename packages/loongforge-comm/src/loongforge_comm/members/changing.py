@@ -187,7 +187,8 @@ class Member:
             except RankFailureError as error:
                 LOG.warning("the end of the run could not be told: %s", error)
         self._watch.pause()
-        give_up_groups(broken=self._broken, timeout_s=self.config.timeout_s)
+        # Before the end the others may be in collectives that this process will not join: torch would wait.
+        give_up_groups(broken=self._broken or not ended, timeout_s=self.config.timeout_s)
         if ended and self._hosts_store:
             self._watch.wait_for_goodbyes(self.config.agree_timeout_s)
         self._watch.close()

@@ -24,6 +24,10 @@ class Members(Protocol):
         """Return the generation that begins behind a step, or None to go on."""
         ...
 
+    def check(self, *, ask: bool = False) -> None:
+        """Raise when the others went on without this rank; ``ask`` looks into the run's store for that."""
+        ...
+
 
 class MembersChanged(Exception):
     """No error: new ranks come in at this step border, and all leave their session here.

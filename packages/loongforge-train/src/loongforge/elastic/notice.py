@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
-import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loongforge.config import TrainConfig, build_config, to_toml
+from loongforge.config import TrainConfig, build_config, to_dict
 from loongforge.errors import ControlError
 
 if TYPE_CHECKING:
@@ -60,13 +60,22 @@ def post(run: Path, members: Membership, config: TrainConfig, *, backend: str) -
     content = {
         "address": members.address,
         "backend": backend,
-        "config": to_toml(config),
+        "config": _given(to_dict(config)),
         "changes": [asdict(entry) for entry in (*before, change)],
     }
     run.mkdir(parents=True, exist_ok=True)
     temporary = run / f".{NOTICE_FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(content, indent=1))
     temporary.replace(run / NOTICE_FILE)
+
+
+def _given(values: Mapping[str, object]) -> dict[str, object]:
+    """Leave out what is not set; it is not set there either."""
+    return {
+        key: _given(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def ranks_over_time(run: Path) -> str:
@@ -97,7 +106,7 @@ def read(run: Path) -> Notice:
         return Notice(
             address=content["address"],
             backend=content["backend"],
-            config=build_config(tomllib.loads(content["config"])),
+            config=build_config(content["config"]),
             changes=tuple(
                 Change(**{**entry, "left": tuple(entry["left"]), "joined": tuple(entry["joined"])})
                 for entry in content["changes"]

@@ -228,6 +228,7 @@ def settings_of(config: TrainConfig) -> MembershipConfig:
         check_every=elastic.check_every,
         heartbeat_interval_s=elastic.heartbeat_interval_s,
         heartbeat_timeout_s=elastic.heartbeat_s,
+        agree_timeout_s=max(120.0, 2 * elastic.heartbeat_s),
         min_ranks=elastic.min_ranks,
     )
     return settings

@@ -41,7 +41,13 @@ class Sharded:
         else:
             mesh = init_device_mesh(kind, (ranks.world_size,), mesh_dim_names=("shard",))
         kinds = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision]
-        policy = MixedPrecisionPolicy(param_dtype=kinds, reduce_dtype=torch.float32 if kinds else None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=kinds,
+            reduce_dtype=torch.float32 if kinds else None,
+            # The autocast around the window casts where an operator wants it. Casting inputs would round
+            # what is no activation: flow times, crop offsets, noise, targets.
+            cast_forward_inputs=False,
+        )
         for block in _blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         self._root = fully_shard(module, mesh=mesh, mp_policy=policy)

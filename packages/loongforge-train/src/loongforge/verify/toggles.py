@@ -70,7 +70,8 @@ TOGGLES = {
     "mem": Toggle(name="mem", kind="exact", change=_pillars(mem="pool")),
     "data": Toggle(name="data", kind="exact", change=_pillars(data="on")),
     "fuse": Toggle(name="fuse", kind="reordered", change=_pillars(fuse="auto")),
-    "graph": Toggle(name="graph", kind="reordered", change=_pillars(graph=True)),
+    # With several ranks stock DDP cannot follow a replay, so the gradient scheduler comes along.
+    "graph": Toggle(name="graph", kind="reordered", change=_pillars(graph=True, comm="hybrid")),
     "comm": Toggle(name="comm", kind="reordered", change=_pillars(comm="hybrid")),
     "optimizer": Toggle(name="optimizer", kind="reordered", change=_pillars(fused_optimizer=True)),
     "ops": Toggle(name="ops", kind="reordered", change=_pillars(fused_ops=True)),
