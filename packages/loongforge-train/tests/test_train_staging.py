@@ -268,6 +268,32 @@ def test_the_real_prefetcher_fits(tmp_path: Path) -> None:
     assert loader.stats()["device_batches"] == 26
 
 
+def test_what_is_copied_ahead_goes_on_inside_an_epoch_of_another_number_of_ranks() -> None:
+    device = pytest.importorskip("loongforge_data.device")
+
+    def loader(rank: int, ranks: int) -> StagedLoader:
+        data = pytest.importorskip("loongforge_data")
+        inner = data.ADFEDataLoader(
+            ToyData(52), batch_size=2, shuffle=True, seed=3, collate_fn=collate, rank=rank, world_size=ranks
+        )
+        return StagedLoader(inner, ToyModel(), CPU, seed=0, depth=3, prefetcher=device.DevicePrefetcher)
+
+    def ids(batches: list[StagedBatch]) -> list[int]:
+        return [int(i) for batch in batches for i in batch.host["index"]]
+
+    three = [loader(rank, 3) for rank in range(3)]
+    first = [ids([batch for _, batch in zip(range(4), one, strict=False)]) for one in three]
+    rest = []
+    for rank in range(2):
+        source = BatchSource(loader(rank, 2))
+        source.load_resharded(
+            {"epoch": 0, "taken": 4, "loader": three[0].state_dict()}, stored_ranks=3, ranks=2
+        )
+        assert source.taken == 0
+        rest.append(ids(list(iter(source.next_micro_batch, None))))
+    assert sorted(index for part in first + rest for index in part) == list(range(52))
+
+
 def test_where_nothing_can_be_copied_ahead_the_loader_stays_as_it_is() -> None:
     plain = DataLoader(ToyData(8), batch_size=2, collate_fn=collate)
     assert stage(plain, ToyModel(), torch.device("cuda"), seed=0, depth=2) is plain

@@ -134,9 +134,9 @@ class _Drawn:
         """Return the loader's position."""
         return self.loader.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object], *, reshard: bool = False) -> None:
         """Go to a position."""
-        self.loader.load_state_dict(state)
+        self.loader.load_state_dict(state, **({"reshard": True} if reshard else {}))
 
 
 @dataclass(frozen=True, kw_only=True)
