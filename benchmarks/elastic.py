@@ -34,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _common import finish, parser, result, spread
 from loongforge.config import CheckpointConfig, ElasticConfig, PillarConfig, TrainConfig
+from loongforge.control.client import ask
+from loongforge.control.paths import socket_of
 from loongforge.elastic.notice import read
 from loongforge.elastic.supervise import Supervisor
 from loongforge.ranks import join
@@ -46,7 +48,6 @@ HEARTBEAT_S = 4.0
 LIMIT_S = 120.0
 SETTLED_STEPS = 12
 """Steps of a generation before the next trouble."""
-ENOUGH = "enough"
 
 
 def configuration(arguments: dict[str, str]) -> TrainConfig:
@@ -62,7 +63,6 @@ def configuration(arguments: dict[str, str]) -> TrainConfig:
         schedule="constant",
         device=arguments["device"],
         log_interval=10**9,
-        control=False,
         probe_interval=0,
         pillars=PillarConfig(mem="auto", fuse="off"),
         checkpoint=CheckpointConfig(every=0 if elastic else 10, keep_last=2),
@@ -81,24 +81,16 @@ def work(arguments: dict[str, str]) -> None:
     # Where a rank hangs stands in its log before the script gives up.
     faulthandler.dump_traceback_later(LIMIT_S / 2, repeat=True)
     config = configuration(arguments)
-    enough = Path(arguments["run"]) / ENOUGH
-    asked: list[bool] = []
-
-    def stop(record: object) -> None:
-        if enough.exists() and not asked:
-            asked.append(True)
-            os.kill(os.getpid(), signal.SIGTERM)
-
     if arguments["way"] == "fixed":
         ranks = join(config.device, timeout_s=LIMIT_S)
-        model = (run := build_run(config, ranks=ranks, callbacks=[stop])).model
+        model = (run := build_run(config, ranks=ranks)).model
         run.session.train()
         name = str(ranks.rank)
     else:
         if arguments["role"] == "founder":
-            supervisor = Supervisor.found(config, callbacks=[stop])
+            supervisor = Supervisor.found(config)
         else:
-            supervisor = Supervisor.rejoin(read(Path(arguments["run"])), limit_s=LIMIT_S, callbacks=[stop])
+            supervisor = Supervisor.rejoin(read(Path(arguments["run"])), limit_s=LIMIT_S)
         supervisor.train()
         model, name = supervisor.model, str(supervisor.members.member)
     digest = hashlib.sha256()
@@ -137,7 +129,7 @@ class Crew:
 
     def end(self) -> None:
         """Ask the run to end, wait, and kill what is left."""
-        (self.run / ENOUGH).touch()
+        ask(socket_of(run=self.run, rank=0), "stop", timeout_s=LIMIT_S)
         for process in self.processes.values():
             try:
                 process.wait(LIMIT_S)

@@ -241,6 +241,16 @@ def test_profile_status_trace_and_checkpoint_of_a_live_run(live: LiveRun, tmp_pa
     assert "loongforge-control" in stacks.read_text() or "Thread 0x" in stacks.read_text()
 
 
+def test_a_run_that_is_told_to_stop_ends_at_that_step_with_a_checkpoint(live: LiveRun) -> None:
+    answer = ask(socket_of(pid=os.getpid()), "stop", timeout_s=60)
+    live.thread.join(60)
+    assert not live.thread.is_alive()
+    assert live.error is None
+    newest = live.session.checkpoint_path()
+    assert newest is not None
+    assert newest.name.endswith(f"_step_{answer['step']}")
+
+
 def test_a_command_that_meets_the_end_of_an_epoch_is_not_lost(live: LiveRun) -> None:
     path = socket_of(pid=os.getpid())
     # An epoch has eight steps: among so many requests some vote at an epoch's end.

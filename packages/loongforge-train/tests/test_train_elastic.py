@@ -82,6 +82,8 @@ def watched(*arguments, **named):
     def note(record, ids):
         with (folder / f"ids.{os.getpid()}").open("a") as file:
             file.write(json.dumps([record.step, record.epoch, [i for group in ids for i in group]]) + "\\n")
+        if record.step == 4 and (case == "all_leave" or (case == "leave" and rank == 2)):
+            os.kill(os.getpid(), signal.SIGTERM)
         if case == "join" and record.step == 9 and rank == 0:
             (folder / "ask").touch()
             limit = time.monotonic() + 60
@@ -122,6 +124,8 @@ torch.save(
     {"model": prepared.model.state_dict(), "average": parts.average.state_dict(),
      "optimizer": parts.optimizer.state_dict()["state"]}, folder / f"final.{name}.pt",
 )
+if case != "" and supervisor.left:
+    sys.exit(result.exit_code)
 if case == "stop" and rank == 0:
     # The lost rank wakes up when the others are done; this process has the store it asks.
     os.kill(int((folder / "lost.pid").read_text()), signal.SIGCONT)
@@ -197,6 +201,29 @@ def test_a_rank_that_had_not_finished_the_last_step_takes_the_state_of_one_that_
     assert losses(tmp_path / "elastic") == losses(tmp_path / "fixed")
     for member in (0, 1):
         assert_equal(final(tmp_path / "elastic", member), final(tmp_path / "fixed", member))
+
+
+def test_a_rank_that_is_asked_to_stop_leaves_and_the_others_go_on(tmp_path: Path, run_ranks: Start) -> None:
+    go(run_ranks, tmp_path / "elastic", 3, lost=(2,), case="leave", steps=12, dropout=0.3)
+    go(run_ranks, tmp_path / "fixed", 3, steps=5, dropout=0.3)
+    go(run_ranks, tmp_path / "fixed", 2, steps=12, dropout=0.3)
+    assert losses(tmp_path / "elastic") == losses(tmp_path / "fixed")
+    for member in (0, 1):
+        assert_equal(final(tmp_path / "elastic", member), final(tmp_path / "fixed", member))
+    assert [(c.ranks, c.step, c.left) for c in read(tmp_path / "elastic").changes] == [
+        (3, 0, ()),
+        (2, 5, (2,)),
+    ]
+
+
+def test_a_run_whose_ranks_are_all_asked_to_stop_ends_with_a_checkpoint(
+    tmp_path: Path, run_ranks: Start
+) -> None:
+    script = SCRIPT + "\nsys.exit(result.exit_code)\n"
+    done = run_ranks(script, json.dumps({"output": str(tmp_path), "case": "all_leave", "steps": 12}), ranks=3)
+    assert [p.returncode for p in done] == [143, 143, 143], done[0].stderr[-2000:]
+    assert len(read(tmp_path).changes) == 1
+    assert (tmp_path / "epoch_0_step_5").is_dir()
 
 
 def test_a_process_that_joins_gets_all_of_the_state_and_its_share_of_the_data(

@@ -67,6 +67,8 @@ class Agreement:
     failed: bool
     command: int
     slowest_rank: int
+    stopping: tuple[int, ...] = ()
+    """Ranks that a signal asked to stop."""
 
 
 class Ranks:
@@ -120,6 +122,7 @@ class Ranks:
             failed=any(row[3] for row in rows),
             command=int(max(row[4] for row in rows)),
             slowest_rank=max(range(len(rows)), key=lambda index: rows[index][5]),
+            stopping=tuple(index for index, row in enumerate(rows) if row[2]),
         )
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -132,7 +135,9 @@ class Ranks:
         return [row.tolist() for row in rows]
 
     def _finish(self, work: dist.Work | None, what: str) -> None:
-        """Wait for a collective on host memory; in an elastic run as long as everybody answers."""
+        """Wait for a collective on host memory (None: on a device, whose stream waits); in an elastic run as
+        long as everybody answers.
+        """
         if work is None:
             return
         if self._members is None:
@@ -158,11 +163,8 @@ class Ranks:
         if self.world_size == 1:
             return
         group = None if values.device.type == self.device.type else self._votes
-        work = dist.broadcast(values, 0, group=group, async_op=True)
-        if values.is_cuda:
-            work.wait()
-        else:
-            self._finish(work, "a broadcast")
+        work = dist.broadcast(values, 0, group=group, async_op=not values.is_cuda)
+        self._finish(work, "a broadcast")
 
     def gather_text(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order."""
@@ -174,7 +176,8 @@ class Ranks:
         mine[: raw.numel()] = raw
         rows = [torch.empty_like(mine) for _ in sizes]
         self._finish(dist.all_gather(rows, mine, group=self._votes, async_op=True), "an exchange of texts")
-        return [bytes(row[: size - 1].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        parts = (row[: size - 1].numpy() for row, size in zip(rows, sizes, strict=True))
+        return [part.tobytes().decode() for part in parts]
 
     def require_equal(self, what: str, text: str) -> None:
         """Fail on all ranks, naming the ranks that differ, unless ``text`` is equal everywhere."""
@@ -191,11 +194,9 @@ class Ranks:
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over ranks on their device; nothing is sent on one rank."""
         if self.world_size > 1:
-            work = dist.all_reduce(values, op=dist.ReduceOp.SUM, async_op=True)
-            if values.is_cuda:
-                work.wait()
-            else:
-                self._finish(work, "a sum")
+            on_host = not values.is_cuda
+            work = dist.all_reduce(values, op=dist.ReduceOp.SUM, async_op=on_host)
+            self._finish(work, "a sum")
         return values
 
     def commit(self) -> None:

@@ -106,11 +106,14 @@ class Session:
         """Takes over the state of an elastic run that goes on, in place of a checkpoint's."""
         self.border: StepBorder | None = None
         """Where an elastic run stands if the step under way has to be done again."""
+        self.stop: StopRequest | None = None
+        """Signals that are watched for longer than this session; its own otherwise."""
+        self._ending = False
 
     def train(self) -> Result:
         """Resume if asked, run to the end or to a stop request, and leave a final checkpoint."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with watch_signals() as stop:
+        with watch_signals() if self.stop is None else nullcontext(self.stop) as stop:
             resumed = self._begin()
             if self.members is not None:
                 self._mark_border()
@@ -146,10 +149,24 @@ class Session:
                 break
             self.watchdog.beat(engine.at.step)
             self._at_border()
-            if engine.at.agreed is not None and engine.at.agreed.stop:
+            agreed = engine.at.agreed
+            if agreed is not None and agreed.stop:
+                self._let_go(agreed.stopping)
                 self._stopped_by_peer = not stop.requested
                 break
+            if self._ending:
+                break
         log.info("ended after step %d", engine.at.step)
+
+    def _let_go(self, stopping: Sequence[int]) -> None:
+        """In an elastic run ranks that were asked to stop leave, and the others go on if they are enough."""
+        staying = self.ranks.world_size - len(stopping)
+        if self.members is not None and staying >= self.config.elastic.min_ranks:
+            raise MembersChanged(self.members.part(stopping, self.engine.at.step))
+
+    def end(self) -> None:
+        """End the run at this step border, on all ranks alike."""
+        self._ending = True
 
     def _at_border(self) -> None:
         """What happens between two steps: guards, callbacks of the control, checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 NO_STATE = -1
@@ -103,6 +103,22 @@ def after_join(now: Generation, number: int, *, step: int) -> Generation:
         step=step,
         next_member=now.next_member + number,
         joined=joined,
+    )
+
+
+def after_leave(now: Generation, leaving: Collection[int], *, step: int) -> Generation:
+    """Return the generation of those who stay when some members leave behind a step.
+
+    Raises:
+        ValueError: nobody stays.
+    """
+    members = tuple(member for member in now.members if member not in leaving)
+    if not members:
+        msg = f"all members {now.members} leave: that is the end of the run, not a change"
+        raise ValueError(msg)
+    left = tuple(member for member in now.members if member in leaving)
+    return Generation(
+        number=now.number + 1, members=members, step=step, next_member=now.next_member, left=left
     )
 
 

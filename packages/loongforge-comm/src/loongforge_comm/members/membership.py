@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Self
 
 import torch
@@ -229,6 +229,28 @@ class Membership(Member):
         if step % self.config.check_every:
             return None
         return self._decide(step) if self.rank == 0 else self._hear(step)
+
+    def part(self, leaving: Collection[int], step: int) -> Generation:
+        """Let ranks go that want to leave behind a step; all ranks have agreed on it, and all call this.
+
+        Args:
+            leaving: ranks that leave; at least one stays.
+            step: the step that has ended.
+
+        Returns:
+            The generation of the others. They :meth:`enter` it; who is not in it calls :meth:`close`.
+
+        Raises:
+            ValueError: nobody stays.
+            RankFailureError: a rank was lost since, or the store is gone.
+        """
+        self._held, self._whole = step, True
+        self._watch.step = step
+        self.check()
+        gone = {self.generation.members[rank] for rank in leaving}
+        wanted = compositions.after_leave(self.generation, gone, step=step)
+        self._broken = True  # who leaves waits for nobody, so nobody waits for it
+        return self._board.publish(wanted)
 
     def _decide(self, step: int) -> Generation | None:
         number = self.generation.number

@@ -1,4 +1,4 @@
-"""Commands that talk to a running training: profile-step, monitor-comm, switch-strategy, debug-dmf."""
+"""Commands that talk to a running training: profile-step, monitor-comm, switch-strategy, debug-dmf, stop."""
 
 from __future__ import annotations
 
@@ -92,6 +92,18 @@ def switch_strategy(
 
     answer = ask(_socket(pid, run, rank), "switch", timeout_s=150, strategy=strategy)
     sys.stdout.write(f"strategy {answer['strategy']} from step {answer['from_step']}\n")
+    return 0
+
+
+def stop(pid: Pid = None, run: Run = None, rank: Rank = 0) -> int:
+    """End a running training at its next step border, on all ranks, with a checkpoint.
+
+    A signal does the same for a training of fixed ranks; in an elastic one only the ranks that get it leave.
+    """
+    from loongforge.control.client import ask
+
+    answer = ask(_socket(pid, run, rank), "stop", timeout_s=150)
+    sys.stdout.write(f"ends after step {answer['step']}\n")
     return 0
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"pillars": {"mem": "auto", "fuse": "auto"}}
 """What the command line switches on beyond the library's defaults: pillars that give the same numbers."""
+NO_RANK = -1
 RUN, MODEL, PILLARS, SAFETY = "Run", "Model and optimizer", "Pillars", "Checkpoints and safety"
 
 
@@ -240,4 +241,5 @@ def _start_elastic(config: TrainConfig) -> tuple[Result, int]:
     from loongforge.elastic.supervise import Supervisor
 
     supervisor = Supervisor.found(config)
-    return supervisor.train(), supervisor.members.rank
+    result = supervisor.train()
+    return result, NO_RANK if supervisor.left else supervisor.members.rank

@@ -23,6 +23,7 @@ from loongforge.watchdog import Watchdog
 
 SWITCH_CODES = {1: "simple", 2: "hybrid"}
 CHECKPOINT_CODE = 3
+END_CODE = 4
 KEPT_RECORDS = 4096
 LONGEST_PROFILE_S = 3600.0
 BORDER_TIMEOUT_S = 120.0
@@ -39,6 +40,10 @@ class Owner(Protocol):
 
     def save(self, *, background: bool | None = None) -> None:
         """Write a checkpoint of the present step."""
+        ...
+
+    def end(self) -> None:
+        """End the run at this step border."""
         ...
 
 
@@ -69,6 +74,7 @@ class Live:
                 "comm": self._comm,
                 "switch": self._switch,
                 "checkpoint": self._checkpoint,
+                "stop": self._stop,
                 "dmf": self._dmf,
                 "stacks": self._stacks,
             },
@@ -95,6 +101,8 @@ class Live:
         try:
             if code == CHECKPOINT_CODE:
                 self._owner.save()
+            elif code == END_CODE:
+                self._owner.end()
             else:
                 self._owner.engine.parts.parallel.switch(SWITCH_CODES[code])
             outcome = ""
@@ -214,6 +222,9 @@ class Live:
 
     def _checkpoint(self, request: Request) -> Mapping[str, object]:
         return {"step": self._command(CHECKPOINT_CODE)}
+
+    def _stop(self, request: Request) -> Mapping[str, object]:
+        return {"step": self._command(END_CODE)}
 
     def _dmf(self, request: Request) -> Mapping[str, object]:
         last = int(seconds(request, "last", KEPT_RECORDS, default=100))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -24,13 +24,17 @@ class Members(Protocol):
         """Return the generation that begins behind a step, or None to go on."""
         ...
 
+    def part(self, leaving: Collection[int], step: int) -> Generation:
+        """Let ranks go behind a step; returns the generation of the others."""
+        ...
+
     def check(self, *, ask: bool = False) -> None:
         """Raise when the others went on without this rank; ``ask`` looks into the run's store for that."""
         ...
 
 
 class MembersChanged(Exception):
-    """No error: new ranks come in at this step border, and all leave their session here.
+    """No error: ranks come or go at this step border, and all leave their session here.
 
     Args:
         generation: The composition that goes on.

@@ -22,8 +22,10 @@ from loongforge.elastic.lasting import LastingMemory
 from loongforge.elastic.notice import Notice, post
 from loongforge.errors import ConfigError, ControlError, require
 from loongforge.ranks import TORCHRUN_VARIABLES, Ranks, backend_of, choose_device, prefer_loopback
+from loongforge.records import METRICS_FILE
 from loongforge.runs import Prepared, Run, assemble, check_run, prepare
 from loongforge.session import Callback, Result
+from loongforge.signals import StopRequest, watch_signals
 
 if TYPE_CHECKING:
     from loongforge_comm import Generation, Membership, MembershipConfig
@@ -66,6 +68,8 @@ class Supervisor:
         self._repeats = 0
         self.run: Run | None = None
         """The present session, or the last one."""
+        self.left = False
+        """Whether a signal made this process leave a run that goes on."""
 
     @property
     def model(self) -> nn.Module:
@@ -132,25 +136,41 @@ class Supervisor:
             RankFailureError: Too few ranks are left, or the run's store is gone.
         """
         try:
-            while True:
-                self.run = None
-                try:
-                    self.run = self._assemble()
-                    result = self.run.session.train()
-                except MembersChanged as change:
-                    self._keep()
-                    self._enter(change.generation)
-                except Exception as error:
-                    self._keep()
-                    self._enter(self._without(error))
-                else:
-                    self.members.close(ended=True)
-                    return result
+            with watch_signals() as stop:
+                while True:
+                    self.run = None
+                    try:
+                        self.run = self._assemble(stop)
+                        result = self.run.session.train()
+                    except MembersChanged as change:
+                        self._keep()
+                        if self.members.member not in change.generation.members:
+                            return self._left(stop)
+                        self._enter(change.generation)
+                    except Exception as error:
+                        self._keep()
+                        self._enter(self._without(error))
+                    else:
+                        self.members.close(ended=True)
+                        return result
         finally:
             self.members.close()
             self._memory.close()
 
-    def _assemble(self) -> Run:
+    def _left(self, stop: StopRequest) -> Result:
+        """Return how this process ended, whom a signal asked to leave a run that goes on."""
+        self.left = True
+        step = self._border.step if self._border is not None else 0
+        log.warning("left the run after step %d; the others go on", step)
+        return Result(
+            steps=step,
+            exit_code=stop.exit_code,
+            metrics=Path(self.config.output) / METRICS_FILE,
+            checkpoint=None,
+            resumed_from=None,
+        )
+
+    def _assemble(self, stop: StopRequest) -> Run:
         """Build the session of the present generation; all its ranks do."""
         # Graphs and buffers of the session before are given back before there are new ones.
         gc.collect()
@@ -158,7 +178,7 @@ class Supervisor:
         ranks = Ranks(rank=members.rank, world_size=members.world_size, device=self._device, members=members)
         ranks.require_equal("the configuration", repr(config))
         run = assemble(config, self._prepared, ranks, callbacks=self._callbacks, earlier=self._earlier)
-        run.session.members = members
+        run.session.members, run.session.stop = members, stop
         if members.generation.number:
             run.session.handover = functools.partial(
                 hand_over, run.session.engine, config, members, self._border
