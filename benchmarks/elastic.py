@@ -224,6 +224,8 @@ def main() -> None:
         work(json.loads(arguments.worker))
         return
     cycles = 2 if arguments.quick else arguments.cycles
+    # As `python -m loongforge_comm store` does: torch's store waits for the name service at each connection.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )

@@ -231,11 +231,15 @@ class Channels:
         for thread in threads:
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        """End the thread. Process groups stay with torch until it is shut down."""
+    def close(self, *, limit_s: float = 5.0) -> None:
+        """End the thread. Process groups stay with torch until it is shut down.
+
+        Args:
+            limit_s: longest wait for it; with a rank lost it may be in a transfer that will not end.
+        """
         if self._thread is not None and self._jobs is not None:
             self._jobs.put(None)
-            self._thread.join(timeout=5.0)
+            self._thread.join(timeout=limit_s)
             self._thread = None
 
 

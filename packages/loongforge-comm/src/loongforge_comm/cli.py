@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -108,7 +109,12 @@ def load_link(name: str, ranks: int) -> LinkModel:
 
 
 def _store(options: argparse.Namespace) -> int:
-    """Serve until interrupted; runs keep their own part of it."""
+    """Serve until interrupted; runs keep their own part of it.
+
+    torch's store asks the name service for every host that connects, and answers nobody meanwhile: where that
+    service is slow it gets one second instead of twice five.
+    """
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     store = dist.TCPStore(options.host, options.port, is_master=True, wait_for_workers=False)
     sys.stdout.write(f"store at {options.host}:{store.port}\n")
     sys.stdout.flush()

@@ -87,6 +87,7 @@ class Team:
 
     def close(self) -> None:
         """End the threads; process groups stay with torch."""
+        failed = self.liveness is not None and self.liveness.state == "failed"
         if self.liveness is not None:
             self.liveness.close()
-        self.channels.close()
+        self.channels.close(limit_s=0.0 if failed else 5.0)
