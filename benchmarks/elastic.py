@@ -42,6 +42,7 @@ from loongforge.ranks import join
 from loongforge.records import read_metrics
 from loongforge.runs import build_run
 from loongforge_comm.testing import free_port
+from loongforge_data.synthetic import write_dataset
 from torch import distributed as dist
 
 HEARTBEAT_S = 4.0
@@ -218,7 +219,7 @@ def main() -> None:
     options.add_argument("--device", default="cpu", help="cpu or cuda")
     options.add_argument("--ranks", type=int, default=3, help="ranks of the run; on cuda one GPU each")
     options.add_argument("--cycles", type=int, default=6, help="ranks that are lost, one after the other")
-    options.add_argument("--dataset", required="--worker" not in sys.argv, help="LeRobot data set directory")
+    options.add_argument("--dataset", help="LeRobot data set directory; one is made when none is given")
     arguments = options.parse_args()
     if arguments.worker:
         work(json.loads(arguments.worker))
@@ -230,12 +231,14 @@ def main() -> None:
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
     folder = Path(tempfile.mkdtemp())
+    dataset = arguments.dataset or str(folder / "data")
+    if arguments.dataset is None:
+        write_dataset(dataset, episodes=20, frames=150, size=(96, 128), seed=0)
     crews = {}
     for way in ("elastic", "fixed"):
         (folder / way).mkdir()
         crews[way] = Crew(
-            folder / way, way, ranks=arguments.ranks, device=arguments.device, dataset=arguments.dataset,
-            store=store.port,
+            folder / way, way, ranks=arguments.ranks, device=arguments.device, dataset=dataset, store=store.port
         )  # fmt: skip
     rows: list[dict[str, object]] = []
     try:

@@ -28,6 +28,7 @@ CPU_BENCHMARKS = (
     "groot_learning",
     "groot_work",
     "resume_chaos",
+    "elastic",
     "overhead",
     "planted_bottlenecks",
 )
