@@ -238,8 +238,13 @@ def main() -> None:
     for way in ("elastic", "fixed"):
         (folder / way).mkdir()
         crews[way] = Crew(
-            folder / way, way, ranks=arguments.ranks, device=arguments.device, dataset=dataset, store=store.port
-        )  # fmt: skip
+            folder / way,
+            way,
+            ranks=arguments.ranks,
+            device=arguments.device,
+            dataset=dataset,
+            store=store.port,
+        )
     rows: list[dict[str, object]] = []
     try:
         crews["elastic"].found()
