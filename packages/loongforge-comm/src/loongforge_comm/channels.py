@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from loongforge_comm.algorithms import ALGORITHMS
-from loongforge_comm.internals import abort_group, cuda_event, cuda_stream, wait_slice
+from loongforge_comm.internals import abort_groups, cuda_event, cuda_stream, wait_slice
 
 
 @dataclass(kw_only=True)
@@ -211,25 +211,8 @@ class Channels:
         self._jobs.put(job)  # type: ignore[union-attr]
 
     def abort_device_groups(self, *, limit_s: float = 5.0) -> None:
-        """End collectives that a device waits in for ever (NCCL), so that the host gets control back.
-
-        All groups at once: ending one whose peer is stopped may take as long as the group's time limit, and
-        which of them the device waits in is not known. Returns after ``limit_s`` seconds at the latest.
-        """
-        groups = [
-            group
-            for group in (self.ring, self.peers, *self._named.values())
-            if "nccl" in str(dist.get_backend_config(group)).lower()
-        ]
-        threads = [
-            threading.Thread(target=abort_group, args=(group,), name="loongforge-comm-abort", daemon=True)
-            for group in groups
-        ]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + limit_s
-        for thread in threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        """End collectives that a device waits in for ever (NCCL), within ``limit_s`` seconds."""
+        abort_groups((self.ring, self.peers, *self._named.values()), limit_s)
 
     def close(self, *, limit_s: float = 5.0) -> None:
         """End the thread. Process groups stay with torch until it is shut down.

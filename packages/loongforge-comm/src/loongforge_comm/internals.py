@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -78,6 +78,24 @@ def wait_slice(work: dist.Work, limit_s: float) -> bool:
             return False
         work.wait()
     return True
+
+
+def abort_groups(groups: Iterable[dist.ProcessGroup], limit_s: float) -> None:
+    """Abort those of the groups that have device communicators; the host gets control back.
+
+    All at once: ending one whose peer is stopped may take as long as the group's time limit, and which of
+    them a device waits in is not known. Returns after ``limit_s`` seconds at the latest.
+    """
+    threads = [
+        threading.Thread(target=abort_group, args=(group,), name="loongforge-comm-abort", daemon=True)
+        for group in groups
+        if "nccl" in str(dist.get_backend_config(group)).lower()
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def flatten(tensors: list[Tensor]) -> Tensor:

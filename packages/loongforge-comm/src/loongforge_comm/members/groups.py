@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from loongforge_comm.internals import abort_group, all_groups, set_group_timeout
+from loongforge_comm.internals import abort_groups, all_groups, set_group_timeout
 
 ABORT_LIMIT_S = 10.0
 
@@ -70,21 +70,8 @@ def give_up_groups(*, broken: bool, timeout_s: float) -> None:
 
 
 def abort_devices() -> None:
-    """End what the devices of this process wait in for ever; the host gets control back.
-
-    All groups at once: which of them a device waits in is not known, and ending one may take long. Returns
-    after ten seconds at the latest.
-    """
-    groups = [g for g in all_groups() if "nccl" in str(dist.get_backend_config(g)).lower()]
-    threads = [
-        threading.Thread(target=abort_group, args=(group,), name="loongforge-comm-abort", daemon=True)
-        for group in groups
-    ]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + ABORT_LIMIT_S
-    for thread in threads:
-        thread.join(timeout=max(0.0, deadline - time.monotonic()))
+    """End what the devices of this process wait in for ever, within ten seconds."""
+    abort_groups(all_groups(), ABORT_LIMIT_S)
 
 
 class _Retired:

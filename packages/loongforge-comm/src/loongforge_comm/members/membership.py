@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -67,24 +68,14 @@ class Membership(Member):
         config: settings.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        member: int,
-        generation: Generation,
-        backend: str,
-        config: MembershipConfig,
-        store: dist.Store,
-        hosts_store: bool = False,
-    ) -> None:
-        """Start the heartbeat; :meth:`found` and :meth:`join` call this."""
-        super().__init__(
-            address, member=member, generation=generation, backend=backend, config=config,
-            store=store, hosts_store=hosts_store,
-        )  # fmt: skip
-        self._admission = Admission(self._board, pause_s=2 * config.heartbeat_interval_s)
-        self._decided: list[tuple[int, int]] = []
+    @cached_property
+    def _admission(self) -> Admission:
+        return Admission(self._board, pause_s=2 * self.config.heartbeat_interval_s)
+
+    @cached_property
+    def _decided(self) -> list[tuple[int, int]]:
+        """Borders that this process decided on as rank 0 and that stand in the store."""
+        return []
 
     # -- coming ------------------------------------------------------------------------------------
 
