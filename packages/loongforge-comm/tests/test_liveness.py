@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from loongforge_comm import GradientScheduler, LinkModel, RankFailureError, SchedulerConfig
-from loongforge_comm import channels as channels_module
+from loongforge_comm import GradientScheduler, LinkModel, RankFailureError, SchedulerConfig, internals
 from loongforge_comm.channels import Channels
+from loongforge_comm.liveness import Beat, Liveness
 from loongforge_comm.testing import run_ranks, seeded_batch, tanh_mlp
 
 LINK = LinkModel.from_alpha_beta(0.01, 1.0, world_size=3)
@@ -147,10 +147,60 @@ def test_a_group_that_ends_slowly_does_not_keep_the_others_waiting(monkeypatch):
             stuck.wait(30.0)
         ended.append(group)
 
-    monkeypatch.setattr(channels_module, "abort_group", end)
-    monkeypatch.setattr(channels_module.dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(internals, "abort_group", end)
+    monkeypatch.setattr(internals.dist, "get_backend_config", lambda group: "cuda:nccl")
     channels.abort_device_groups(limit_s=0.5)
     try:
         assert sorted(ended) == ["peers", "tree"]
     finally:
         stuck.set()
+
+
+def heartbeat(ranks: int = 2, store: dist.Store | None = None, rank: int = 0) -> Liveness:
+    return Liveness(store or dist.HashStore(), range(ranks), rank, interval_s=0.05, timeout_s=5.0)
+
+
+def test_a_rank_that_never_sent_a_beat_does_not_keep_the_others_from_being_read() -> None:
+    store = dist.HashStore()
+    here, there = heartbeat(3, store), heartbeat(3, store, 1)  # rank 2 died before its first
+    there.look()
+    for _ in range(4):
+        begin = time.monotonic()
+        here.look()
+        assert here._answered >= begin
+    assert here.seen((0, 1, 2)) == {0, 1}
+
+
+def test_a_failure_of_an_earlier_generation_accuses_nobody() -> None:
+    store = dist.HashStore()
+    here, there = heartbeat(2, store), heartbeat(2, store, 1)
+    there.state, there.suspects = "failed", (1,)
+    there.look()
+    here.look()
+    assert here.silent() == (1,)
+    here.follow((0, 1), epoch=1)
+    here.look()
+    assert here.silent() == ()
+
+
+def test_a_process_that_was_stopped_for_nearly_the_limit_holds_nobody_for_silent() -> None:
+    live = heartbeat()
+    now = time.monotonic()
+    live._answered = now - 4.9  # the store last answered before the stop
+    live.beats[1] = Beat(count=1, step=0, sent=0, state="run", suspects=(), seen=now - 5.1)
+    assert live.silent() == ()
+    assert live.quiet() == ()
+    assert live.store_silent_s > 4.8
+
+
+def test_a_large_group_hears_of_a_failure_in_one_beat() -> None:
+    store = dist.HashStore()
+    first_rank, far = heartbeat(64, store), heartbeat(64, store, 40)
+    assert 0 not in far.beats
+    first_rank._thread = threading.current_thread()  # as if started
+    first_rank.fail((0,))
+    far.look()
+    assert far.silent() == (0,)
+    far.follow(range(64), epoch=1)
+    far.look()
+    assert far.silent() == ()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +11,12 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 from loongforge_comm import Generation, Membership, MembershipConfig, RankFailureError, RemovedError
-from loongforge_comm.liveness import Beat, Liveness
 from loongforge_comm.members import changing
 from loongforge_comm.members.admission import Admission
 from loongforge_comm.members.agreeing import FoundingError
 from loongforge_comm.members.board import VOID, Board, JoinRequest
 from loongforge_comm.members.generation import after_join, after_loss, first
-from loongforge_comm.members.store import BoundedStore, connect
+from loongforge_comm.members.store import connect
 from loongforge_comm.members.watching import PREFIX
 from loongforge_comm.testing import free_port
 
@@ -525,147 +521,7 @@ def test_a_party_without_a_name_is_refused() -> None:
         Membership.join("gloo", address="127.0.0.1:1/x", size=2)
 
 
-# -- the store -------------------------------------------------------------------------------------
-
-
-class Server:
-    """The command's store in a process of its own."""
-
-    def __init__(self) -> None:
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "loongforge_comm", "store", "--host", "127.0.0.1", "--port", "0"],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        words = self.process.stdout.readline().split()
-        assert words[:2] == ["store", "at"], words
-        self.where = words[2]
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
-
-
-def test_the_store_of_its_own_serves_runs_until_it_is_interrupted(
-    server: Server, monkeypatch: pytest.MonkeyPatch, towns: Callable[[int], Town]
-) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1"})
-    members = Membership.found("gloo", store=server.where, config=CONFIG)
-    assert members.address == f"{server.where}/none/0"
-    assert members.border(1) is None
-    with pytest.raises(ValueError, match="already holds a run of this name"):
-        Membership.found("gloo", store=server.where, config=CONFIG)
-    members.close(ended=True)
-    server.send(signal.SIGINT)
-    assert server.process.wait(10) == 130
-
-
-def test_every_question_to_a_store_that_is_gone_ends_with_an_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch, towns: Callable[[int], Town]
-) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": "0", "WORLD_SIZE": "1"})
-    members = Membership.found("gloo", store=server.where, config=CONFIG)
-    server.close()
-    for question in (lambda: members.border(1), lambda: members.recover(1), lambda: members.check(ask=True)):
-        with pytest.raises(RankFailureError, match="store is gone"):
-            question()
-    members.close(ended=True)
-    with pytest.raises(ConnectionError, match="no store answers"):
-        connect(members.address, limit_s=1.0)
-
-
-def test_a_store_that_hangs_is_not_waited_for_for_ever(server: Server) -> None:
-    bounded = BoundedStore(connect(f"{server.where}/x"), 0.3)
-    assert bounded.call(lambda store: store.add("a", 1)) == 1
-    server.send(signal.SIGSTOP)
-    with pytest.raises(RankFailureError, match=r"has not answered for 0\.3 s"):
-        bounded.call(lambda store: store.add("a", 1))
-    server.send(signal.SIGCONT)
-    until(lambda: _answers(bounded))
-
-
-def _answers(bounded: BoundedStore) -> bool:
-    try:
-        return bounded.call(lambda store: store.check(["a"]))
-    except RankFailureError:
-        return False
-
-
-@pytest.mark.parametrize("address", ["host:1", "host/x", ":1/x", "host:port/x"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="allowed is HOST:PORT/PREFIX"):
-        connect(address)
-
-
-def test_a_rank_that_torchrun_did_not_start_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"):
-        Membership.found("gloo")
-
-
-# -- heartbeats ------------------------------------------------------------------------------------
-
-
-def heartbeat(ranks: int = 2, store: dist.Store | None = None, rank: int = 0) -> Liveness:
-    return Liveness(store or dist.HashStore(), range(ranks), rank, interval_s=0.05, timeout_s=5.0)
-
-
-def test_a_rank_that_never_sent_a_beat_does_not_keep_the_others_from_being_read() -> None:
-    store = dist.HashStore()
-    here, there = heartbeat(3, store), heartbeat(3, store, 1)  # rank 2 died before its first
-    there.look()
-    for _ in range(4):
-        begin = time.monotonic()
-        here.look()
-        assert here._answered >= begin
-    assert here.seen((0, 1, 2)) == {0, 1}
-
-
-def test_a_failure_of_an_earlier_generation_accuses_nobody() -> None:
-    store = dist.HashStore()
-    here, there = heartbeat(2, store), heartbeat(2, store, 1)
-    there.state, there.suspects = "failed", (1,)
-    there.look()
-    here.look()
-    assert here.silent() == (1,)
-    here.follow((0, 1), epoch=1)
-    here.look()
-    assert here.silent() == ()
-
-
-def test_a_process_that_was_stopped_for_nearly_the_limit_holds_nobody_for_silent() -> None:
-    live = heartbeat()
-    now = time.monotonic()
-    live._answered = now - 4.9  # the store last answered before the stop
-    live.beats[1] = Beat(count=1, step=0, sent=0, state="run", suspects=(), seen=now - 5.1)
-    assert live.silent() == ()
-    assert live.quiet() == ()
-    assert live.store_silent_s > 4.8
-
-
-def test_a_large_group_hears_of_a_failure_in_one_beat() -> None:
-    store = dist.HashStore()
-    first_rank, far = heartbeat(64, store), heartbeat(64, store, 40)
-    assert 0 not in far.beats
-    first_rank._thread = threading.current_thread()  # as if started
-    first_rank.fail((0,))
-    far.look()
-    assert far.silent() == (0,)
-    far.follow(range(64), epoch=1)
-    far.look()
-    assert far.silent() == ()
+# -- reports ---------------------------------------------------------------------------------------
 
 
 def test_a_report_of_an_earlier_generation_is_nobodys_loss(towns: Callable[[int], Town]) -> None:
