@@ -226,6 +226,20 @@ def test_a_rank_that_never_writes_is_named(tmp_path: Path) -> None:
     assert find_newest(tmp_path).folder is None
 
 
+def test_a_write_whose_ranks_are_lost_ends_soon_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CheckpointConfig(timeout_s=600.0)
+    left = CheckpointWriter(tmp_path, rank=0, world_size=2, attempt="x", config=config)
+    left.write(snapshot(1))
+    assert left.busy()
+    left.hurry(0.2)
+    with pytest.raises(CheckpointError, match="rank 1 did not write its part"):
+        left.wait()
+    assert "rank 1 did not write its part" in caplog.text
+    assert not left.busy()
+
+
 def test_validate_reports_files_model_and_what_to_do(tmp_path: Path, session: Make) -> None:
     session(tmp_path, steps=2).train()
     folder = tmp_path / "epoch_0_step_2"

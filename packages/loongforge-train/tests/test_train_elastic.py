@@ -44,7 +44,9 @@ config = TrainConfig(
     learning_rate=1e-2, schedule="constant", control=False, log_interval=1000, probe_interval=0,
     batch_size=2, workers=0, ema_decay=0.9, pillars=PillarConfig(comm="simple"),
     checkpoint=CheckpointConfig(every=0),
-    elastic=ElasticConfig(enabled=bool(case), check_every=5, heartbeat_s=1.5),
+    elastic=ElasticConfig(
+        enabled=bool(case), check_every=5, heartbeat_s=1.5, min_ranks=settings.pop("min_ranks", 1)
+    ),
     **settings,
 )
 quick = supervise.settings_of(config)
@@ -216,11 +218,12 @@ def test_a_rank_that_is_asked_to_stop_leaves_and_the_others_go_on(tmp_path: Path
     ]
 
 
-def test_a_run_whose_ranks_are_all_asked_to_stop_ends_with_a_checkpoint(
-    tmp_path: Path, run_ranks: Start
+@pytest.mark.parametrize("settings", [{"case": "all_leave"}, {"case": "leave", "min_ranks": 3}])
+def test_a_run_that_is_left_by_all_or_by_too_many_ends_with_a_checkpoint(
+    tmp_path: Path, run_ranks: Start, settings: dict[str, object]
 ) -> None:
     script = SCRIPT + "\nsys.exit(result.exit_code)\n"
-    done = run_ranks(script, json.dumps({"output": str(tmp_path), "case": "all_leave", "steps": 12}), ranks=3)
+    done = run_ranks(script, json.dumps({"output": str(tmp_path), "steps": 12, **settings}), ranks=3)
     assert [p.returncode for p in done] == [143, 143, 143], done[0].stderr[-2000:]
     assert len(read(tmp_path).changes) == 1
     assert (tmp_path / "epoch_0_step_5").is_dir()

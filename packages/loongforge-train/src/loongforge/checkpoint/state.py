@@ -188,7 +188,7 @@ def restore(engine: StepEngine, config: TrainConfig, folder: Path) -> Restored:
             "counted in micro-batches, so the next one is exact; a step now means another number of samples"
         )
     regular = parts.source.batches_per_epoch()
-    restored = _restore_rank(engine, config, folder, stored_ranks=manifest.world_size, notes=notes)
+    restored = _restore_rank(engine, config, folder, facts, notes=notes)
     total = None
     other = (manifest.world_size, facts["batch_size"]) != (parts.ranks.world_size, config.batch_size)
     if other and isinstance(parts.schedule, PlannedSchedule):
@@ -260,17 +260,17 @@ def load_average(folder: Path) -> Mapping[str, Tensor] | None:
 
 
 def _restore_rank(
-    engine: StepEngine, config: TrainConfig, folder: Path, *, stored_ranks: int, notes: list[str]
+    engine: StepEngine, config: TrainConfig, folder: Path, facts: Mapping[str, object], *, notes: list[str]
 ) -> int:
     """Restore random state, data position and guard of this rank; return its samples so far."""
     parts, rank, world = engine.parts, engine.parts.ranks.rank, engine.parts.ranks.world_size
+    stored_ranks, batch_size = int(str(facts["world_size"])), int(str(facts["batch_size"]))
     own = folder / rank_file(min(rank, stored_ranks - 1))
     state = _mapping(own)
     data = state["data"]
     if not isinstance(data, Mapping):
         msg = f"{own} has no data position: the file is damaged"
         raise CheckpointError(msg)
-    batch_size = int(str(json.loads((folder / TRAINER).read_text())["batch_size"]))
     dealt_anew = batch_size != config.batch_size and takes_other_ranks(parts.source.loader)
     if batch_size != config.batch_size:
         notes.append(f"the batch size was {batch_size}, is {config.batch_size}: a step means other samples")
@@ -290,7 +290,7 @@ def _restore_rank(
         restore_rng(rng)
     else:
         # A rank that was not there before: a seed of its own, from the run's seed, its number and the step.
-        seed_rank(config.seed + int(str(json.loads((folder / TRAINER).read_text())["step"])), rank)
+        seed_rank(config.seed + int(str(facts["step"])), rank)
     return int(str(state.get("samples", 0)))
 
 

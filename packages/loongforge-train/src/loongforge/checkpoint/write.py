@@ -98,6 +98,7 @@ class CheckpointWriter:
         self._shard_group = shard_group
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._hurried: float | None = None
         self.last_written: Path | None = None
 
     def clean(self) -> list[Path]:
@@ -140,6 +141,13 @@ class CheckpointWriter:
         if error is not None:
             raise error
 
+    def hurry(self, limit_s: float) -> None:
+        """Give a write in the background ``limit_s`` more seconds for parts of other ranks.
+
+        For a writer that nobody asks any more: what fails is logged instead of raised.
+        """
+        self._hurried = time.monotonic() + limit_s
+
     def busy(self) -> bool:
         """Tell whether a write is going on."""
         return self._thread is not None and self._thread.is_alive()
@@ -149,6 +157,8 @@ class CheckpointWriter:
             self._write(snapshot, shards)
         except Exception as error:  # handed to the training thread by wait()
             self._error = error
+            if self._hurried is not None:
+                log.warning("%s", error)
 
     def _temporary(self, snapshot: Snapshot) -> Path:
         return self.run / f"{TEMPORARY}{folder_name(snapshot.epoch, snapshot.step)}_{self._attempt}"
@@ -197,11 +207,11 @@ class CheckpointWriter:
         for rank in range(self._world_size):
             marker = temporary / done_file(rank)
             while not marker.exists():
-                if time.monotonic() > deadline:
+                if time.monotonic() > min(deadline, self._hurried or deadline):
                     message = (
-                        f"rank {rank} did not write its part of {final.name} within "
-                        f"{self._config.timeout_s:.0f} s: the checkpoint is not completed, older ones are "
-                        "intact; look at that rank's log"
+                        f"rank {rank} did not write its part of {final.name} in time (limit "
+                        f"{self._config.timeout_s:.0f} s, less when ranks are lost): the checkpoint is not "
+                        "completed, older ones are intact; look at that rank's log"
                     )
                     raise CheckpointError(message)
                 time.sleep(0.005)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,10 +17,9 @@ def hot_rejoin(
     The training goes on meanwhile; at the border the newcomer gets weights, optimizer state and data position
     from rank 0. Under torchrun (--standalone --nproc-per-node N) all N come in together.
     """
+    from loongforge.cli.train import tell
     from loongforge.elastic.notice import read
     from loongforge.elastic.supervise import Supervisor
 
     supervisor = Supervisor.rejoin(read(run), limit_s=wait)
-    result = supervisor.train()
-    sys.stdout.write(f"metrics: {result.metrics.resolve()}\n")
-    return result.exit_code
+    return tell(supervisor.train(), supervisor.last_rank)

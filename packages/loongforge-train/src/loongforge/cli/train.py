@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"pillars": {"mem": "auto", "fuse": "auto"}}
 """What the command line switches on beyond the library's defaults: pillars that give the same numbers."""
-NO_RANK = -1
 RUN, MODEL, PILLARS, SAFETY = "Run", "Model and optimizer", "Pillars", "Checkpoints and safety"
 
 
@@ -218,6 +217,11 @@ def _suggested(*layers: dict[str, object]) -> dict[str, object]:
 def start(config: TrainConfig) -> int:
     """Build and run a training; print where its records and checkpoint are."""
     result, rank = _start_elastic(config) if config.elastic.enabled else _start_fixed(config)
+    return tell(result, rank)
+
+
+def tell(result: Result, rank: int) -> int:
+    """Print, as rank 0, where records and checkpoint are; return the exit code."""
     if rank == 0:
         sys.stdout.write(f"metrics: {result.metrics.resolve()}\n")
         sys.stdout.write(f"checkpoint: {result.checkpoint.resolve() if result.checkpoint else 'none'}\n")
@@ -241,5 +245,4 @@ def _start_elastic(config: TrainConfig) -> tuple[Result, int]:
     from loongforge.elastic.supervise import Supervisor
 
     supervisor = Supervisor.found(config)
-    result = supervisor.train()
-    return result, NO_RANK if supervisor.left else supervisor.members.rank
+    return supervisor.train(), supervisor.last_rank

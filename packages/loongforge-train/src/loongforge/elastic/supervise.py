@@ -76,6 +76,11 @@ class Supervisor:
         """The model, the same one in all sessions."""
         return self._prepared.model
 
+    @property
+    def last_rank(self) -> int:
+        """This process's rank at the end of the run, -1 when it left a run that goes on."""
+        return -1 if self.left else self.members.rank
+
     @classmethod
     def found(cls, config: TrainConfig, *, callbacks: Sequence[Callback] = ()) -> Self:
         """Begin a run with all ranks that torchrun has started.
@@ -193,6 +198,8 @@ class Supervisor:
         if run is None:
             return
         run.session.close()
+        # A rank that is gone does not write its part any more; the others have, or are about to.
+        run.session.writer.hurry(self.config.elastic.heartbeat_s)
         run.ranks.close()
         self._earlier = Kept.of(run.session.parts)
         self._border = run.session.border or self._border
@@ -212,16 +219,10 @@ class Supervisor:
         return generation
 
     def _enter(self, generation: Generation) -> None:
-        entered = self.members.enter(generation)
+        self.members.enter(generation)
         if self.members.receives:
             # Until rank 0's state is here this process has none that belongs together.
             self._border = None
-        log.warning(
-            "generation %d goes on from step %d with %d rank(s)",
-            entered.number,
-            entered.step,
-            entered.world_size,
-        )
 
 
 def check_store(notice: Notice) -> None:
