@@ -41,6 +41,8 @@ How a row is judged:
 - **tolerance**: the pillar adds the same numbers in another order, or rounds otherwise; the tolerances are
   those of `loongforge/verify/toggles.py`, by dtype.
 
+With several ranks the row "graph" has the gradient scheduler on as well: stock DDP cannot follow a replay.
+
 "At work: no" means that the pillar had nothing to do on that machine: graphs need a GPU, communication needs
 two ranks. Such a row shows only that asking for it changes nothing.
 """
